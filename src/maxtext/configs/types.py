@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-in: adds the branch's field groups to the config classes, and checks the Megatron dataset keys.
+
+Both classes that read YAMLs get the fields: `MaxTextConfig`, and `RLConfig` of the reinforcement-learning trainers.
+"""
+
+from typing import TYPE_CHECKING, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from maxtext._release.configs import types as release
+
+if TYPE_CHECKING:  # a type checker cannot read the next line
+  from maxtext._release.configs.types import *  # noqa: F403
+globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
+
+
+class MegatronDataset(BaseModel):
+  """The keys for Megatron-LM datasets that the release's `MMapDataset` does not have."""
+
+  mmap_npy_num_samples: int = Field(
+    0,
+    ge=0,
+    description="grain_file_type=mmap_npy: the requested number of training samples, and with it the order; "
+    "0 means steps * global_batch_size_to_load.",
+  )
+
+
+class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
+  """The release's config with the branch's keys."""
+
+  # Pydantic runs a base class's validators first, so the release's derived values are set when this one runs.
+  @model_validator(mode="after")
+  def validate_megatron_dataset(self) -> Self:
+    """Checks the data files and keys of a Megatron dataset, so that bad input ends the run before the model is built."""
+    if self.dataset_type == release.DatasetType.GRAIN and self.grain_file_type in ("mmap", "mmap_npy"):
+      from maxtext.input_pipeline import _mmap_config  # lazy: other datasets need none of it
+
+      _mmap_config.validate(self)
+    return self
+
+
+class RLConfig(release.RLConfig, release.MMapDataset, MegatronDataset):
+  """The release's reinforcement-learning config with the branch's keys, and with those of base.yml that it lacks.
+
+  Without `MMapDataset` the release refuses its own base.yml here, and every YAML based on it (`post_train/rl_mt_jt.yml`).
+  """
