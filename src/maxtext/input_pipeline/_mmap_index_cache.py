@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index files on disk: their names, and how they are written, checked and loaded. Neither JAX nor Grain.
+
+A folder of indices holds, for each order, `<hash>-document_index.npy`, `<hash>-sample_index.npy`,
+`<hash>-shuffle_index.npy` and `<hash>-metadata.json`, which says what the arrays were built from and their checksums.
+The hash covers the content of the `.idx` files and the settings that decide the order: the epoch bucket, not the
+number of samples, and no path or time. So a folder can be built on one machine and used through another mount.
+
+`stamps.json` remembers, by size and times, which files were checked whole; it only saves work and may be deleted.
+Every process builds what it misses, in memory; only the primary process writes. No process waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import concurrent.futures
+import dataclasses
+import glob
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from maxtext.input_pipeline import _mmap_index_kernels as kernels
+from maxtext.input_pipeline import _mmap_index_utils as utils
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapError, MMapFileNotFoundError, MMapIndexedDataset, map_file
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+ARRAYS = ("document_index", "sample_index", "shuffle_index")
+STAMPS = "stamps.json"
+_ABANDONED_AFTER = 3600  # seconds until a temporary file of a process that died is removed
+
+Triplet = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class StaleIndexError(Exception):
+  """An index file that does not hold what its name says; the message gives file and reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexRequest:
+  """The settings that decide an order.
+
+  Attributes:
+    seq_length: tokens of a sample, without the extra one.
+    seed: of the shuffles.
+    num_samples: samples asked for, or None if `num_epochs` is given.
+    num_epochs: whole passes asked for, or None if `num_samples` is given.
+    split: shares such as "99,1", or "" for the whole dataset.
+    split_index: 0 train, 1 valid, 2 test.
+    add_extra_token: 1 if a sample includes the token after it.
+  """
+
+  seq_length: int
+  seed: int = 1234
+  num_samples: int | None = None
+  num_epochs: int | None = None
+  split: str = ""
+  split_index: int = 0
+  add_extra_token: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexDescription:
+  """One order: what it is built from, and what its arrays must look like.
+
+  Attributes:
+    name: hash of `built_from`, the beginning of the files' names.
+    built_from: JSON-able; equal for equal orders.
+    plan: epochs and samples.
+    begin, end: the range of sequences used.
+    tokens_per_epoch: tokens of the range.
+    facts: of each dataset, see `dataset_facts`.
+  """
+
+  name: str
+  built_from: dict[str, Any]
+  plan: utils.EpochPlan
+  begin: int
+  end: int
+  tokens_per_epoch: int
+  facts: tuple[dict[str, Any], ...]
+
+  @property
+  def longest(self) -> int:
+    """Tokens of the longest sequence of all datasets."""
+    return max(fact["longest"] for fact in self.facts)
+
+  def expected(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns dtype and shape of each array."""
+    entries = self.plan.num_epochs * (self.end - self.begin)
+    rows = utils.sample_index_dtype(self.longest, entries).str
+    draws = "<i8" if self.plan.samples >= np.iinfo(np.uint32).max - 1 else "<u4"
+    samples = self.plan.samples
+    return dict(zip(ARRAYS, (("<i4", (entries,)), (rows, (samples + 1, 2)), (draws, (samples,))), strict=True))
+
+  def paths(self, folder: str) -> dict[str, str]:
+    return {array: os.path.join(folder, f"{self.name}-{array}.npy") for array in ARRAYS}
+
+  def metadata_path(self, folder: str) -> str:
+    return os.path.join(folder, f"{self.name}-metadata.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+  """The arrays of one order. `found` says whether they came from `folder`, `saved` whether they are there now."""
+
+  description: IndexDescription
+  arrays: Triplet
+  found: bool
+  saved: bool
+
+
+class Stamps:
+  """Records about files that stay true while a file keeps its size and times; kept in `stamps.json` of a folder."""
+
+  def __init__(self, folder: str | None):
+    self._path = os.path.join(folder, STAMPS) if folder else None
+    self._records: dict[str, dict[str, Any]] = {}
+    self._changed = False
+    if self._path and os.path.isfile(self._path):
+      try:
+        with open(self._path, encoding="utf-8") as file:
+          records = json.load(file)
+        self._records = {path: record for path, record in records.items() if isinstance(record, dict)}
+      except (OSError, ValueError, AttributeError):
+        pass  # only a saving of work
+
+  def get(self, path: str) -> dict[str, Any] | None:
+    """Returns the record of a file, or None if there is none or the file has changed."""
+    record = self._records.get(os.path.abspath(path))
+    return record if record and record.get("stat") == _stat(path) else None
+
+  def put(self, path: str, stat: list[int], **record) -> dict[str, Any]:
+    """Keeps a record; `stat` is `_stat(path)` from before the file was read."""
+    self._records[os.path.abspath(path)] = record = {**record, "stat": stat}
+    self._changed = True
+    return record
+
+  def save(self) -> None:
+    if not self._path or not self._changed:
+      return
+    self._records = {path: record for path, record in self._records.items() if os.path.exists(path)}
+    try:
+      _write_atomically(self._path, lambda file: file.write(json.dumps(self._records).encode()))
+      self._changed = False
+    except OSError:
+      pass
+
+
+def _stat(path: str) -> list[int]:
+  status = os.stat(path)
+  return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def is_primary_process() -> bool:
+  """Whether this process writes index files: JAX's process 0, or any process that has not imported JAX."""
+  jax = sys.modules.get("jax")
+  return jax is None or jax.process_index() == 0
+
+
+# What an order is built from.
+
+
+def dataset_facts(prefix: str, stamps: Stamps | None = None) -> dict[str, Any]:
+  """Returns the checksum of `prefix.idx` and what `MMapIndexedDataset.scan` finds in it, from the stamps if it can.
+
+  Raises:
+    MMapError: if the dataset is damaged or holds no token.
+  """
+  dataset = MMapIndexedDataset(prefix)
+  path = prefix + ".idx"
+  facts = stamps.get(path) if stamps else None
+  if facts is None:
+    stat = _stat(path)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      digest = pool.submit(lambda: xxhash.xxh3_128_hexdigest(map_file(path)))
+      scanned = dataclasses.asdict(dataset.scan())
+      facts = {**scanned, "digest": digest.result()}
+    if stamps:
+      stamps.put(path, stat, **facts)
+  if not len(dataset):
+    raise MMapError(f"{path} has no sequences; the dataset is empty.")
+  if not facts["tokens"]:
+    raise MMapError(f"{path} has {len(dataset)} sequences and 0 tokens; every sequence is empty.")
+  head = dataset.header
+  return {**facts, "sequences": head.num_sequences, "documents": head.num_documents, "dtype": head.dtype.name}
+
+
+def describe(
+    input_paths: str | Sequence[str],
+    request: IndexRequest,
+    separate_last_epoch: bool | None = None,
+    stamps: Stamps | None = None,
+) -> IndexDescription:
+  """Says what the order of a request is built from, reading of the datasets only what the stamps do not know.
+
+  Raises:
+    MMapError: if a dataset is damaged, the split cannot be parsed, or its part is empty.
+  """
+  prefixes = utils.resolve_shard_prefixes(input_paths)
+  facts = [dataset_facts(prefix, stamps) for prefix in prefixes]
+  sequences = sum(fact["sequences"] for fact in facts)
+  begin, end = (0, sequences)
+  if request.split:
+    begin, end = utils.parse_split_range(request.split, request.split_index, sequences)
+  tokens = _tokens_between(prefixes, facts, begin, end)
+  if not tokens:
+    raise MMapError(
+        f"the {utils.SPLIT_NAMES[request.split_index]} part of split {request.split!r} is sequences {begin} to {end} of "
+        f"{sequences} in {prefixes[0]} and holds {end - begin} sequences and 0 tokens; give it a larger share."
+    )
+  plan = utils.plan_epochs(
+      tokens, request.seq_length, request.num_samples, request.num_epochs, request.add_extra_token
+  )
+  if separate_last_epoch is not None:
+    plan = dataclasses.replace(plan, separate_last_epoch=bool(separate_last_epoch))
+  built_from = {
+      "format": FORMAT,
+      "datasets": [{key: fact[key] for key in ("digest", "sequences", "tokens")} for fact in facts],
+      "sequences": [begin, end],
+      "sequence_length": request.seq_length,
+      "add_extra_token": request.add_extra_token,
+      "seed": request.seed,
+      "split": request.split,
+      "split_index": request.split_index if request.split else 0,
+      "num_epochs": plan.num_epochs,
+      "separate_last_epoch": plan.separate_last_epoch,
+  }
+  name = xxhash.xxh3_128_hexdigest(json.dumps(built_from, sort_keys=True).encode())
+  return IndexDescription(name, built_from, plan, begin, end, tokens, tuple(facts))
+
+
+def _tokens_between(prefixes, facts, begin: int, end: int) -> int:
+  """Returns the tokens of sequences [begin, end); by two byte offsets where sequences follow each other."""
+  total = first = 0
+  for prefix, fact in zip(prefixes, facts, strict=True):
+    low, high = (min(max(bound - first, 0), fact["sequences"]) for bound in (begin, end))
+    first += fact["sequences"]
+    if high - low == fact["sequences"]:
+      total += fact["tokens"]
+    elif low < high and fact["contiguous"]:
+      dataset = MMapIndexedDataset(prefix)
+      ends = [int(dataset.pointers[row]) if row < len(dataset) else fact["end"] for row in (low, high)]
+      total += (ends[1] - ends[0]) // dataset.header.dtype.itemsize
+    elif low < high:
+      total += int(MMapIndexedDataset(prefix).sizes[low:high].sum(dtype=np.int64))
+  return total
+
+
+def sequence_lengths(input_paths: str | Sequence[str]) -> np.ndarray:
+  """Returns the tokens of every sequence of the datasets, in order, int32[N]."""
+  lengths = [MMapIndexedDataset(prefix).sizes for prefix in utils.resolve_shard_prefixes(input_paths)]
+  return lengths[0] if len(lengths) == 1 else np.concatenate(lengths)
+
+
+# Building and writing.
+
+
+def _iterate(input_paths, request: IndexRequest, description: IndexDescription, progress):
+  return utils.iter_indices(
+      sequence_lengths(input_paths),
+      description.longest,
+      description.begin,
+      description.end,
+      description.plan,
+      request.seq_length,
+      request.seed,
+      request.add_extra_token,
+      progress,
+  )
+
+
+def build_in_memory(input_paths, request: IndexRequest):
+  """Builds the three indices; returns them and the name of their files."""
+  description = describe(input_paths, request)
+  return *(array for _, array in _iterate(input_paths, request, description, None)), description.name
+
+
+def build_and_save(
+    folder: str, input_paths, request: IndexRequest, description: IndexDescription, stamps: Stamps, progress=None
+) -> tuple[Triplet, OSError | None]:
+  """Builds the three indices and writes each while the next one is built.
+
+  Returns:
+    The arrays, and the error that kept them from being written, or None.
+  """
+  arrays, writes = [], []
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    for array_name, array in _iterate(input_paths, request, description, progress):
+      arrays.append(array)
+      writes.append(pool.submit(_save_with_digest, description.paths(folder)[array_name], array))
+  try:
+    saved = [write.result() for write in writes]
+    _save_metadata(folder, description, arrays, [digest for digest, _ in saved])
+  except OSError as error:
+    return tuple(arrays), error
+  for path, (digest, stat) in zip(description.paths(folder).values(), saved, strict=True):
+    stamps.put(path, stat, digest=digest)
+  stamps.save()
+  return tuple(arrays), None
+
+
+def _save_with_digest(path: str, array: np.ndarray) -> tuple[str, list[int]]:
+  save_array(path, array)
+  return _digest(array), _stat(path)
+
+
+def _digest(array: np.ndarray) -> str:
+  return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B") if array.size else b"")
+
+
+def _save_metadata(folder: str, description: IndexDescription, arrays, digests) -> None:
+  """Writes the JSON that makes the arrays valid; so it comes last."""
+  metadata = {
+      "built_from": description.built_from,
+      "tokens_per_epoch": description.tokens_per_epoch,
+      "samples": description.plan.samples,
+      "samples_before_last_epoch": description.plan.samples_before_last,
+      "arrays": {
+          name: {"dtype": array.dtype.str, "shape": list(array.shape), "xxh3_128": digest}
+          for name, array, digest in zip(ARRAYS, arrays, digests, strict=True)
+      },
+  }
+  _save_json(description.metadata_path(folder), metadata)
+
+
+def _save_json(path: str, content: dict) -> None:
+  text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+  _write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def save_array(path: str, array: np.ndarray) -> None:
+  """Writes an array as `.npy` so that `path` is never seen half-written."""
+  _write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
+
+
+def _write_atomically(path: str, write) -> None:
+  """Calls `write` with a temporary binary file beside `path`, which then takes its name."""
+  folder, base = os.path.split(path)
+  os.makedirs(folder or ".", exist_ok=True)
+  _remove_abandoned(folder, base)
+  temporary = os.path.join(folder, f".{base}.{os.getpid()}-{threading.get_ident()}.tmp")
+  try:
+    with open(temporary, "wb") as file:
+      write(file)
+    os.replace(temporary, path)
+  except BaseException:
+    if os.path.exists(temporary):
+      os.remove(temporary)
+    raise
+
+
+def _remove_abandoned(folder: str, base: str) -> None:
+  for path in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(base)}.*.tmp")):
+    try:
+      if time.time() - os.path.getmtime(path) > _ABANDONED_AFTER:
+        os.remove(path)
+    except OSError:
+      pass  # its owner, or another process, was faster
+
+
+# Loading.
+
+
+def open_index(folder: str, input_paths, request: IndexRequest, write: bool | None = None, progress=None) -> Index:
+  """Loads the indices of a request from a folder, or builds them, and writes them there if this process should.
+
+  Args:
+    folder: of index files; made if need be.
+    input_paths: dataset prefixes or folders.
+    request: settings of the order.
+    write: whether to write what had to be built; None: if this is the primary process.
+    progress: see `_mmap_index_utils.iter_indices`.
+
+  Raises:
+    MMapError: if the dataset is damaged or the request cannot be met. A folder that cannot be written is a warning.
+  """
+  stamps = Stamps(folder)
+  description = describe(input_paths, request, stamps=stamps)
+  write = is_primary_process() if write is None else write
+  try:
+    arrays = load(folder, description, stamps)
+    if write:
+      stamps.save()
+    return Index(description, arrays, True, True)
+  except FileNotFoundError:
+    log.info("%s has no indices for this order; building them (%s).", folder, description.name)
+  except StaleIndexError as error:
+    log.warning("%s; building the indices again.", error)
+  if not write:
+    arrays = tuple(array for _, array in _iterate(input_paths, request, description, progress))
+    return Index(description, arrays, False, False)
+  arrays, error = build_and_save(folder, input_paths, request, description, stamps, progress)
+  if error:
+    log.warning("Cannot write indices to %s (%s); they stay in memory and every start builds them again.", folder, error)
+  return Index(description, arrays, False, error is None)
+
+
+def load(folder: str, description: IndexDescription, stamps: Stamps) -> Triplet:
+  """Maps the three arrays of an order.
+
+  Raises:
+    FileNotFoundError: if a file is missing.
+    StaleIndexError: if a file does not hold what the description and the checksums say.
+  """
+  metadata_path = description.metadata_path(folder)
+  try:
+    with open(metadata_path, encoding="utf-8") as file:
+      metadata = json.load(file)
+    built_from, recorded = metadata["built_from"], metadata["arrays"]
+    digests = [recorded[name]["xxh3_128"] for name in ARRAYS]
+  except (ValueError, KeyError, TypeError) as error:
+    raise StaleIndexError(f"{metadata_path} is not the metadata of an index ({type(error).__name__})") from error
+  if built_from != description.built_from:
+    raise StaleIndexError(f"{metadata_path} was built from other data or settings")
+  arrays = []
+  for (name, (dtype, shape)), digest in zip(description.expected().items(), digests, strict=True):
+    path = description.paths(folder)[name]
+    array = map_array(path)
+    if (array.dtype.str, array.shape) != (dtype, shape):
+      raise StaleIndexError(f"{path} is {array.dtype.str}{list(array.shape)}; expected {dtype}{list(shape)}")
+    record = stamps.get(path)
+    if not record or record.get("digest") != digest:
+      stat = _stat(path)
+      if _digest(array) != digest:
+        raise StaleIndexError(f"{path} has changed since it was written (checksum)")
+      stamps.put(path, stat, digest=digest)
+    arrays.append(array)
+  return tuple(arrays)
+
+
+def map_array(path: str) -> np.ndarray:
+  """Maps a `.npy` file read-only, without keeping it open.
+
+  Raises:
+    StaleIndexError: if the file is no `.npy` file or its size does not fit its header.
+  """
+  try:
+    with open(path, "rb") as file:
+      major, _ = np.lib.format.read_magic(file)
+      read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+      shape, fortran, dtype = read(file)
+      start = file.tell()
+  except ValueError as error:
+    raise StaleIndexError(f"{path} is not a NumPy array file") from error
+  raw = map_file(path)
+  count = int(np.prod(shape, dtype=np.int64))
+  if dtype.kind not in "iu" or fortran and len(shape) > 1 or len(raw) - start != count * dtype.itemsize:
+    raise StaleIndexError(f"{path} has {len(raw) - start} bytes of data; its header says {dtype.str}{list(shape)}")
+  return raw[start:].view(dtype).reshape(shape)
+
+
+def open_triplet(folder: str, name: str | None, num_sequences: int) -> tuple[str, Triplet]:
+  """Maps the three arrays of a folder by name, or the only ones there, checking every value against the dataset.
+
+  Args:
+    folder: of index files, whoever built them.
+    name: the part of the file names before `-document_index.npy`; None if the folder holds one order.
+    num_sequences: sequences of the dataset.
+
+  Raises:
+    MMapFileNotFoundError: if the files are not there.
+    MMapError: if there are several orders, or an array does not fit.
+  """
+  if not os.path.isdir(folder):
+    raise MMapFileNotFoundError(f"{folder} is not a folder; expected one with index files.")
+  if name is None:
+    name = _only_order(folder)
+  paths = [os.path.join(folder, f"{name}-{array}.npy") for array in ARRAYS]
+  for path in paths:
+    if not os.path.isfile(path):
+      raise MMapFileNotFoundError(f"{path} is missing; build the indices again.")
+  try:
+    arrays = tuple(map_array(path) for path in paths)
+  except StaleIndexError as error:
+    raise MMapError(f"{error}; build the indices again.") from error
+  check_ranges(arrays, num_sequences, folder)
+  return name, arrays
+
+
+def _only_order(folder: str) -> str:
+  """Returns the name of the one order in a folder."""
+  suffixes = [f"-{array}.npy" for array in ARRAYS]
+  files = os.listdir(folder)
+  names = set.intersection(*({file.removesuffix(end) for file in files if file.endswith(end)} for end in suffixes))
+  if not names:
+    raise MMapFileNotFoundError(f"{folder} holds no set of document, sample and shuffle index files.")
+  if len(names) > 1:
+    raise MMapError(f"{folder} holds {len(names)} orders ({', '.join(sorted(names)[:3])}, ...); name one of them.")
+  return names.pop()
+
+
+def check_ranges(arrays: Triplet, num_sequences: int, where: str) -> None:
+  """Raises MMapError unless every index points into the next array and the last into the dataset."""
+  documents, samples, draws = arrays
+  if samples.ndim != 2 or samples.shape[1] != 2 or len(samples) < 2 or documents.ndim != 1 or draws.ndim != 1:
+    raise MMapError(
+        f"{where}: the arrays have shapes {documents.shape}, {samples.shape} and {draws.shape}; expected (D,), "
+        "(samples + 1, 2) and (samples,)."
+    )
+  checks = (
+      ("document_index", documents, num_sequences - 1, "sequences of the dataset"),
+      ("sample_index", samples[:, 0], len(documents) - 1, "entries of the document index"),
+      ("sample_index offsets", samples[:, 1], np.iinfo(np.int32).max, "tokens"),
+      ("shuffle_index", draws, len(samples) - 2, "samples"),
+  )
+  for name, values, high, noun in checks:
+    if not len(values) or kernels.any_outside(values, 0, high):
+      raise MMapError(f"{where}: {name} is empty or has values outside 0 to {high}, the {noun}; build it again.")
+
+
+def save_indices(folder: str, name: str, arrays: Triplet, metadata: dict | None = None) -> dict[str, str]:
+  """Writes three arrays under a name of the caller's, with metadata of the caller's; returns the paths by name."""
+  paths = {array_name: os.path.join(folder, f"{name}-{array_name}.npy") for array_name in ARRAYS}
+  for path, array in zip(paths.values(), arrays, strict=True):
+    save_array(path, array)
+  if metadata is not None:
+    paths["metadata"] = os.path.join(folder, f"{name}-metadata.json")
+    _save_json(paths["metadata"], metadata)
+  return paths
+
+
+def write_index(
+    folder: str, input_paths, request: IndexRequest, progress=None
+) -> tuple[dict[str, str], IndexDescription]:
+  """Builds and writes the indices of a request; returns the paths by name, and what they were built from."""
+  stamps = Stamps(folder)
+  description = describe(input_paths, request, stamps=stamps)
+  _, error = build_and_save(folder, input_paths, request, description, stamps, progress)
+  if error:
+    raise MMapError(f"cannot write indices to {folder} ({error}); give a writable folder with room.") from error
+  return {**description.paths(folder), "metadata": description.metadata_path(folder)}, description

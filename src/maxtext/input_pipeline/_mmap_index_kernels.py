@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled loops of the index builder and of the sample reader. NumPy and Numba only.
+
+`shuffle` reproduces `numpy.random.RandomState.shuffle` exactly: the same permutation and the same generator state
+afterwards. NumPy draws, for i from n - 1 down to 1, 32-bit words of the Mersenne Twister (MT19937, Matsumoto and
+Nishimura 1998), masks them to the bits of i, rejects what is above i, and swaps elements i and j. Here the words are
+made 624 at a time and rejected without a branch, and the swaps follow in a second loop whose accesses do not wait for
+the generator. `RandomState` is the oracle in the tests.
+"""
+
+from __future__ import annotations
+
+import numba
+from numba.core import types
+import numpy as np
+
+_WORDS = 624
+_BLOCK = 1 << 12  # draws between two runs of swaps: they stay in the first-level cache
+DRAWS = _BLOCK
+
+# Shuffles of at most this many elements are done here; NumPy draws 64-bit words beyond.
+MAX_SHUFFLE = 1 << 32
+
+_pread = types.ExternalFunction("pread", types.intp(types.intc, types.voidptr, types.uintp, types.int64))
+
+
+def _jit(function):
+  return numba.njit(function, cache=True, nogil=True)
+
+
+@_jit
+def _next_words(key, out):
+  """Advances the generator's 624 words and writes them, tempered, to `out`."""
+  upper, lower, matrix = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x9908B0DF)
+  for k in range(227):
+    y = (key[k] & upper) | (key[k + 1] & lower)
+    key[k] = key[k + 397] ^ (y >> np.uint32(1)) ^ (matrix & (np.uint32(0) - (y & np.uint32(1))))
+  for k in range(227, 623):
+    y = (key[k] & upper) | (key[k + 1] & lower)
+    key[k] = key[k - 227] ^ (y >> np.uint32(1)) ^ (matrix & (np.uint32(0) - (y & np.uint32(1))))
+  y = (key[623] & upper) | (key[0] & lower)
+  key[623] = key[396] ^ (y >> np.uint32(1)) ^ (matrix & (np.uint32(0) - (y & np.uint32(1))))
+  temper(key, out)
+
+
+@_jit
+def temper(key, out):
+  """Writes the generator's output for its 624 words `key` to `out`, both uint32[624]."""
+  for k in range(_WORDS):
+    y = key[k]
+    y ^= y >> np.uint32(11)
+    y ^= (y << np.uint32(7)) & np.uint32(0x9D2C5680)
+    y ^= (y << np.uint32(15)) & np.uint32(0xEFC60000)
+    out[k] = y ^ (y >> np.uint32(18))
+
+
+@_jit
+def _draw(key, words, position, first, count, draws):
+  """Fills `draws[:count]` with the partners of elements first, first - 1, ..., and returns the word position."""
+  n = np.int64(0)
+  i = np.int64(first)
+  last = i - count
+  while i > last:
+    mask = np.uint32(i)
+    for shift in (1, 2, 4, 8, 16):
+      mask |= mask >> np.uint32(shift)
+    low = max(last, np.int64(mask >> np.uint32(1)))  # this mask holds while i > low
+    while i > low:
+      if position == _WORDS:
+        _next_words(key, words)
+        position = 0
+      stop = min(_WORDS, position + (i - low))
+      for k in range(position, stop):
+        j = words[k] & mask
+        draws[n] = j
+        accepted = np.int64(j <= np.uint32(i))
+        n += accepted
+        i -= accepted
+      position = stop
+  return position
+
+
+@_jit
+def _swap(array, first, count, draws):
+  for t in range(count):
+    i = np.uint64(first - t)
+    j = np.uint64(draws[t])
+    value = array[i]
+    array[i] = array[j]
+    array[j] = value
+
+
+@_jit
+def shuffle_steps(array, key, words, position, first, last, draws):
+  """Does the shuffle's steps for elements first, first - 1, ..., last + 1.
+
+  Args:
+    array: integers, [n], shuffled in place.
+    key: uint32[624], state of the generator, updated.
+    words: uint32[624], tempered `key`, updated.
+    position: words already used, as in `RandomState.get_state()`.
+    draws: uint32[DRAWS], scratch.
+
+  Returns:
+    The new position.
+  """
+  while first > last:
+    count = min(first - last, _BLOCK)
+    position = _draw(key, words, position, first, count, draws)
+    _swap(array, first, count, draws)
+    first -= count
+  return position
+
+
+@_jit
+def fill_epochs(out, begin, count):
+  """Fills int32[epochs * count] with begin, ..., begin + count - 1 once an epoch."""
+  for epoch in range(0, out.shape[0], max(count, 1)):
+    for k in range(count):
+      out[epoch + k] = begin + k
+
+
+@_jit
+def sample_index_rows(sizes, document_index, first, last, state, sequence_length, extra, out):
+  """Writes the sample index rows that begin in documents `first` to `last` of the document index.
+
+  A sample's first token is the extra token of the sample before it; so row s >= 1 lies in the document that holds
+  token s * L - 1 + extra of the epoch's stream, at the token after it (extra = 0) or at it (extra = 1).
+
+  Args:
+    sizes: int32[N], sequence lengths.
+    document_index: int32[D], global sequence ids in training order.
+    state: int64[3], updated: position of the next document's first token, of the next row's token, next row.
+    out: int32 or int64 [samples + 1, 2].
+  """
+  start, wanted, row = state[0], state[1], state[2]
+  rows = out.shape[0]
+  shift = np.int64(1 - extra)
+  for d in range(first, last):
+    end = start + sizes[np.uint64(document_index[d])]
+    while wanted < end and row < rows:
+      out[row, 0] = d
+      out[row, 1] = wanted - start + shift
+      row += 1
+      wanted += sequence_length
+    start = end
+  state[0], state[1], state[2] = start, wanted, row
+
+
+@_jit
+def read_sample(descriptor, itemsize, sizes, pointers, document_index, sample_index, sample, extra, out):
+  """Reads the tokens of one sample from a `.bin` file, a system call per piece.
+
+  Args:
+    descriptor: open file descriptor of `.bin`.
+    itemsize: bytes of a token.
+    sizes, pointers: int32[N] tokens and int64[N] byte offset of each sequence.
+    document_index, sample_index: int32[D] and int32 or int64 [samples + 1, 2].
+    sample: row of `sample_index`.
+    extra: tokens after the end that the sample includes, 1 in training.
+    out: uint8[capacity], filled from the front.
+
+  Returns:
+    Bytes read; or -1 - d if the piece in entry d of the document index could not be read or is outside its sequence.
+  """
+  document, offset = np.int64(sample_index[sample, 0]), np.int64(sample_index[sample, 1])
+  last, end = np.int64(sample_index[sample + 1, 0]), np.int64(sample_index[sample + 1, 1]) + extra
+  filled = np.int64(0)
+  while document <= last:
+    sequence = document_index[document]
+    stop = end if document == last else np.int64(sizes[sequence])
+    wanted = min((stop - offset) * itemsize, np.int64(out.shape[0]) - filled)
+    if stop > sizes[sequence] or wanted < 0:
+      return -1 - document
+    position = pointers[sequence] + offset * itemsize
+    while wanted > 0:
+      got = _pread(descriptor, out[filled:].ctypes, np.uint64(wanted), position)
+      if got <= 0:
+        return -1 - document
+      filled += got
+      position += got
+      wanted -= got
+    document += 1
+    offset = 0
+  return filled
+
+
+@_jit
+def any_outside(values, low, high):
+  """Whether an integer array, [n], has a value outside low..high (both included)."""
+  bad = False
+  for value in values:
+    bad |= (value < low) | (value > high)
+  return bad
