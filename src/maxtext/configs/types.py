@@ -4,7 +4,7 @@
 Both classes that read YAMLs get the fields: `MaxTextConfig`, and `RLConfig` of the reinforcement-learning trainers.
 """
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -15,12 +15,14 @@ if TYPE_CHECKING:  # a type checker cannot read the next line
 globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
 
 
+MEGATRON_TYPES = ("mmap", "mmap_npy")
+
+
 class MegatronDataset(BaseModel):
   """The keys for Megatron-LM datasets that the release's `MMapDataset` does not have."""
 
   mmap_npy_num_samples: int = Field(
     0,
-    ge=0,
     description="grain_file_type=mmap_npy: the requested number of training samples, and with it the order; "
     "0 means steps * global_batch_size_to_load.",
   )
@@ -29,11 +31,21 @@ class MegatronDataset(BaseModel):
 class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
   """The release's config with the branch's keys."""
 
+  @model_validator(mode="before")
+  @classmethod
+  def require_megatron_dataset(cls, data: Any) -> Any:
+    """Says that a dataset is missing before the release says it of its own file types, or of an empty value."""
+    if isinstance(data, dict) and data.get("dataset_type") == "grain" and data.get("grain_file_type") in MEGATRON_TYPES:
+      from maxtext.input_pipeline import _mmap_config
+
+      _mmap_config.require_files(data)
+    return data
+
   # Pydantic runs a base class's validators first, so the release's derived values are set when this one runs.
   @model_validator(mode="after")
   def validate_megatron_dataset(self) -> Self:
-    """Checks the data files and keys of a Megatron dataset, so that bad input ends the run before the model is built."""
-    if self.dataset_type == release.DatasetType.GRAIN and self.grain_file_type in ("mmap", "mmap_npy"):
+    """Checks the keys of a Megatron dataset; what only its files can tell is checked when they are opened."""
+    if self.dataset_type == release.DatasetType.GRAIN and self.grain_file_type in MEGATRON_TYPES:
       from maxtext.input_pipeline import _mmap_config  # lazy: other datasets need none of it
 
       _mmap_config.validate(self)

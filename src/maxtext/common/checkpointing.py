@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-in: a run on Megatron data resumes at its exact sample, or is refused.
+
+The release restarts at sample 0 where a checkpoint has no iterator state, and reads changed data at the old position.
+"""
+
+import functools
+import inspect
+import json
+from typing import TYPE_CHECKING
+
+import jax
+
+from maxtext._release.common import checkpointing as release
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
+from maxtext.input_pipeline._mmap_iterator import GlobalOrderIterator, check_state
+from maxtext.utils import max_logging
+
+if TYPE_CHECKING:
+  from maxtext._release.common.checkpointing import *  # noqa: F403
+
+globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
+
+_released_load = inspect.unwrap(release.load_state_if_possible)
+
+
+@functools.wraps(_released_load)
+def load_state_if_possible(checkpoint_manager, data_iterator, *args, step: int = -1, **kwargs):
+  """The release's function, after a look at the data iterator's saved state.
+
+  Raises:
+    MMapError: if a checkpoint of this run exists whose data position cannot be continued.
+  """
+  iterator = getattr(data_iterator, "local_iterator", None)
+  if checkpoint_manager is not None and isinstance(iterator, GlobalOrderIterator):
+    found = release.latest_step(checkpoint_manager) if step < 0 else step
+    if found is not None:
+      _check_iterator_state(checkpoint_manager.directory / str(found), iterator)
+  return _released_load(checkpoint_manager, data_iterator, *args, step=step, **kwargs)
+
+
+def _check_iterator_state(checkpoint, iterator: GlobalOrderIterator) -> None:
+  folder = checkpoint / "iter"
+  name = f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+  if not folder.exists():
+    raise MMapError(
+        f"{checkpoint} has no data iterator state (no 'iter' folder), so the data would start again at sample 0; start a "
+        "new run_name (load_parameters_path keeps the weights)."
+    )
+  if not (folder / name).exists():
+    found = sorted(path.name for path in folder.glob("process_*.json"))
+    raise MMapError(
+        f"{folder} has no {name}, only {', '.join(found) or 'nothing'}: the run was saved by another number of hosts; "
+        "resume with that number."
+    )
+  state = json.loads((folder / name).read_text())
+  check_state(state, iterator.order)
+  max_logging.log(f"Data continues at sample {state['next_sample']} of the global order ({folder / name}).")
+
+
+# restore_lora and others of the release call it in this module.
+release.load_state_if_possible = load_state_if_possible

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-in: the EOD-aware fields of Megatron samples are computed without a loop over positions.
+
+`MegatronSplitInputsTargets` and `GenerateDocSegmentIds` give what the released classes give, element for element.
+"""
+
+import grain.python as grain
+import numpy as np
+
+from maxtext._release.input_pipeline import input_pipeline_utils as release
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
+
+globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
+
+
+def segments_and_positions(tokens: np.ndarray, eod_id: int, min_segment_length: int = 0) -> tuple[np.ndarray, np.ndarray]:
+  """Numbers the documents of a sample from 1, and the tokens of each from 0.
+
+  Args:
+    tokens: integers, [length].
+    eod_id: ends a document and belongs to it.
+    min_segment_length: with 2 or more, a document that begins this many tokens or fewer after the last kept beginning is
+      merged into the one before it; 0 and 1 keep all, as in the release.
+
+  Returns:
+    Segment ids and positions, both int32[length].
+  """
+  length = len(tokens)
+  starts = np.flatnonzero(tokens[:-1] == eod_id) + 1
+  if min_segment_length > 1:
+    starts = _far_apart(starts, min_segment_length)
+  segments = np.zeros(length, np.int32)
+  segments[:1] = 1
+  segments[starts] = 1
+  np.cumsum(segments, out=segments)
+  positions = np.arange(length, dtype=np.int32)
+  if len(starts):
+    positions[starts[0] :] -= np.repeat(starts, np.diff(starts, append=length)).astype(np.int32)
+  return segments, positions
+
+
+def _far_apart(starts: np.ndarray, distance: int) -> np.ndarray:
+  """Keeps, from the left, the starts that lie more than `distance` after the last kept one; the first counts from 0."""
+  kept, last = [], 0
+  while (next_start := np.searchsorted(starts, last + distance, side="right")) < len(starts):
+    last = int(starts[next_start])
+    kept.append(last)
+  return np.array(kept, np.int64)
+
+
+class GenerateDocSegmentIds(grain.MapTransform):
+  """Adds `<field>_segmentation` and `<field>_position`, int32[length], to each token field of an `mmap` sample.
+
+  Args:
+    eod_id: token that ends a document; the data must hold it, nothing is inserted.
+    reset_attention_mask: number documents and restart positions; otherwise one segment and positions 0, 1, ...
+    eod_mask_loss: without `reset_attention_mask`, give EOD tokens segment 0.
+    min_segment_length: see `segments_and_positions`.
+  """
+
+  def __init__(
+      self, eod_id: int, reset_attention_mask: bool = True, eod_mask_loss: bool = False, min_segment_length: int = 0
+  ):
+    self.eod_id = eod_id
+    self.reset_attention_mask = reset_attention_mask
+    self.eod_mask_loss = eod_mask_loss
+    self.min_segment_length = min_segment_length
+
+  def map(self, element):
+    for field, tokens in list(element.items()):
+      if self.reset_attention_mask:
+        segments, positions = segments_and_positions(tokens, self.eod_id, self.min_segment_length)
+      else:
+        segments, positions = _one_segment(tokens, self.eod_id, self.eod_mask_loss)
+      element[f"{field}_segmentation"], element[f"{field}_position"] = segments, positions
+    return element
+
+
+class MegatronSplitInputsTargets(grain.MapTransform):
+  """Splits {"text": int[L + 1]} into the model's fields, each [L], with Megatron's masks and positions.
+
+  `inputs` and `targets` are the tokens without the last and without the first. `inputs_segmentation` and both positions
+  follow `reset_attention_mask`; `targets_segmentation` (the loss mask) follows `eod_mask_loss` alone, and the two are
+  independent, as in megatron-core's `_get_ltor_masks_and_position_ids`.
+
+  Args:
+    eod_id: token that ends a document.
+    reset_attention_mask: number documents and restart positions after EOD.
+    eod_mask_loss: no loss where the input is EOD.
+    no_attnmask_dataset_ids: samples with one of these `dataset_id` never reset.
+    min_segment_length: see `segments_and_positions`.
+    emit_dataset_id: also give `dataset_id`, int32[L], where the sample has one.
+  """
+
+  def __init__(
+      self,
+      eod_id: int,
+      reset_attention_mask: bool = True,
+      eod_mask_loss: bool = False,
+      no_attnmask_dataset_ids: set[int] | None = None,
+      min_segment_length: int = 0,
+      emit_dataset_id: bool = False,
+  ):
+    self.eod_id = eod_id
+    self.reset_attention_mask = reset_attention_mask
+    self.eod_mask_loss = eod_mask_loss
+    self.no_attnmask_dataset_ids = no_attnmask_dataset_ids or set()
+    self.min_segment_length = min_segment_length
+    self.emit_dataset_id = emit_dataset_id
+
+  def map(self, element):
+    inputs, targets = element["text"][:-1], element["text"][1:]
+    dataset_id = element.get("dataset_id")
+    if self.reset_attention_mask and (dataset_id is None or int(dataset_id) not in self.no_attnmask_dataset_ids):
+      segments, positions = segments_and_positions(inputs, self.eod_id, self.min_segment_length)
+    else:
+      segments, positions = _one_segment(inputs, self.eod_id, False)
+    loss_mask, _ = _one_segment(inputs, self.eod_id, self.eod_mask_loss)
+    fields = {
+        "inputs": inputs,
+        "targets": targets,
+        "inputs_segmentation": segments,
+        "targets_segmentation": loss_mask,
+        "inputs_position": positions,
+        "targets_position": positions,
+    }
+    if self.emit_dataset_id and dataset_id is not None:
+      fields["dataset_id"] = np.full(len(inputs), int(dataset_id), np.int32)
+    return fields
+
+
+class CheckTokenIds(grain.MapTransform):
+  """Passes {"text": int32[length]} on, and raises MMapError at a token id outside 0 to vocab_size - 1.
+
+  Without this, an embedding look-up clamps the id and the run trains on.
+  """
+
+  def __init__(self, vocab_size: int, path_prefix: str):
+    self._vocab_size, self._path_prefix = vocab_size, path_prefix
+
+  def map(self, element):
+    tokens = element["text"]
+    if tokens.max() >= self._vocab_size or tokens.min() < 0:
+      bad = int(tokens[(tokens >= self._vocab_size) | (tokens < 0)][0])
+      raise MMapError(
+          f"{self._path_prefix}.bin holds token id {bad}, outside the vocabulary (vocab_size={self._vocab_size}); set "
+          "the vocab_size of the tokenizer that the data was made with, or make the data again."
+      )
+    return element
+
+
+def _one_segment(tokens: np.ndarray, eod_id: int, mask_eod: bool) -> tuple[np.ndarray, np.ndarray]:
+  """Segment 1 everywhere, or 0 at EOD, and positions 0, 1, ..., both int32[length]."""
+  segments = (tokens != eod_id).astype(np.int32) if mask_eod else np.ones(len(tokens), np.int32)
+  return segments, np.arange(len(tokens), dtype=np.int32)
+
+
+# The release's pipelines look these up in their own module.
+release.GenerateDocSegmentIds = GenerateDocSegmentIds
+release.MegatronSplitInputsTargets = MegatronSplitInputsTargets
