@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-in: on Megatron data, a failure of the data ends the run with one sentence and a non-zero exit code.
+
+The release logs any failure of the data iterator as "Training stopped" and exits 0, without a last checkpoint. Here, a
+failure met inside the loop saves the last whole step (with one process and checkpoints on) and is raised again; and the
+sentence of an MMapError is the last line on stderr, in place of a stack trace. Other runs are the release's.
+"""
+
+import functools
+import inspect
+import sys
+import traceback
+
+from absl import app
+import jax
+
+from maxtext._release.trainers.pre_train import train as release
+from maxtext.input_pipeline import _mmap_config as mmap_config
+from maxtext.input_pipeline import multihost_dataloading
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
+from maxtext.utils import exceptions, max_logging
+
+globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
+
+_released_iteration = inspect.unwrap(release.training_loop_iteration)
+
+
+class DataFailureError(MMapError):
+  """The data of a step could not be loaded; the message is one sentence."""
+
+
+@functools.wraps(_released_iteration)
+def training_loop_iteration(jax_device_state, python_vars, immutable_data):
+  """One step of the release's loop; raises DataFailureError where the release would stop quietly."""
+  try:
+    return _released_iteration(jax_device_state, python_vars, immutable_data)
+  except exceptions.StopTraining as stop:
+    config, step = immutable_data["config"], python_vars["step"]
+    cause = stop.__context__
+    if not mmap_config.uses_megatron_data(config) or cause is None:
+      raise
+    saved = ""
+    if step > immutable_data["start_step"] and jax.process_count() == 1:
+      saved = _save_last_step(jax_device_state["state"], python_vars, config, step - 1)
+    raise DataFailureError(f"Training ended at step {step}: {_sentence(cause)}{saved}") from cause
+
+
+def _save_last_step(state, python_vars, config, step: int) -> str:
+  """Saves the state after a step, unless it is saved already; returns what to tell the user."""
+  manager = python_vars["checkpoint_manager"]
+  if manager is None:
+    return ""
+  checkpointing = release.checkpointing
+  checkpointing.wait_until_finished(manager)
+  if checkpointing.latest_step(manager) != step:
+    checkpointing.save_checkpoint(manager, step, state, config, python_vars["data_iterator"], force=True)
+  checkpointing.wait_until_finished(manager)
+  return f" Step {step} is saved; a restart continues after it."
+
+
+def _sentence(error: BaseException) -> str:
+  """The message of an error of ours, wherever a worker process or Grain wrapped it; else what is known of it."""
+  seen: BaseException | None = error
+  while seen is not None:
+    if isinstance(seen, MMapError):
+      return str(seen)
+    seen = seen.__cause__ or seen.__context__
+  if isinstance(error, StopIteration):
+    return "the data iterator has no more samples; lower steps or raise mmap_npy_num_samples."
+  text = " ".join(str(error).split())
+  if "Worker process was terminated" in text:
+    return f"a data worker process died ({text}); look for the cause above (memory is the usual one) and start again."
+  return f"{type(error).__name__}: {text}"
+
+
+def main(argv) -> None:
+  """The release's main, with an MMapError reported as one sentence and exit code 1."""
+  try:
+    release.main(argv)
+  except MMapError as error:
+    if isinstance(error, DataFailureError) and error.__cause__ is not None and not isinstance(error.__cause__, MMapError):
+      max_logging.log("".join(traceback.format_exception(error.__cause__)))
+    multihost_dataloading.cleanup_all_iterators()  # workers that end later would write below the sentence
+    sys.stdout.flush()
+    print(error, file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+release.training_loop_iteration = training_loop_iteration
+
+if __name__ == "__main__":
+  app.run(main)
