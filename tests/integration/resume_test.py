@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A resumed run reads on where it stopped, whatever its workers, or is refused. CASES D11 and D15."""
+
+import json
+import shutil
+
+import pytest
+
+SAMPLES = {"mmap_npy_num_samples": 20}  # both halves of a run share one order
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (2, 1), (1, 0)], ids="{0[0]} to {0[1]} workers".format)
+def test_second_half_has_the_losses_of_an_unbroken_run(train, dataset, workers):
+  whole = train(dataset, run_name="whole")
+  assert whole.code == 0 and sorted(whole.losses) == list(range(10)), whole.log[-3000:]
+  first = train(dataset, steps=5, grain_worker_count=workers[0], **SAMPLES)
+  second = train(dataset, steps=10, grain_worker_count=workers[1], **SAMPLES)
+  assert (first.code, second.code) == (0, 0), second.log[-3000:]
+  assert sorted(second.losses) == [5, 6, 7, 8, 9]
+  assert {**first.losses, **second.losses} == whole.losses
+  assert "Data continues at sample 10 of the global order" in second.log
+
+
+@pytest.fixture
+def saved(train, dataset, tmp_path):
+  """A run that was saved after 4 steps; returns the folder of its last checkpoint."""
+  run = train(dataset, steps=4)
+  assert run.code == 0, run.log[-3000:]
+  return tmp_path / "out" / "run" / "checkpoints" / "3"
+
+
+def test_state_is_the_position_in_the_global_order(saved):
+  state = json.loads((saved / "iter" / "process_0-of-1.json").read_text())
+  assert state["next_sample"] == 8
+  assert state["order"]["requested_samples"] == 8 and state["order"]["num_epochs"] == 1
+
+
+def test_refusals(saved, train, dataset, write_dataset, tmp_path):
+  """Another epoch count (D11), another dataset, another seed, and no iterator state (D15), each in one sentence."""
+  longer = train(dataset, steps=70)
+  assert longer.code == 1 and not longer.losses
+  assert "asked for 8 samples (1 epoch) and this run asks for 140 (2 epochs" in longer.last_line
+  assert "so lower steps to continue" in longer.last_line
+
+  other = write_dataset(tmp_path / "other", seed=1)
+  replaced = train(other)
+  assert replaced.code == 1 and not replaced.losses
+  assert "datasets was" in replaced.last_line and "read the dataset that the saved run read" in replaced.last_line
+
+  shutil.rmtree(saved / "iter")
+  without = train(dataset)
+  assert without.code == 1 and not without.losses
+  assert "has no data iterator state" in without.last_line
