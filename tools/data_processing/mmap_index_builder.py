@@ -55,7 +55,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
       metavar="N",
       help="samples of the run: steps * global batch size, or mmap_npy_num_samples",
   )
-  amount.add_argument("--num-epochs", type=positive, metavar="N", help="whole passes instead; a run finds them only if it asks for most of the last")
+  amount.add_argument(
+      "--num-epochs",
+      type=positive,
+      metavar="N",
+      help="whole passes instead; a run finds them only if it asks for most of the last one",
+  )
   add("--seed", type=int, default=1234, help="data_shuffle_seed of the run; default: %(default)s")
   add("--split", default="", metavar="SHARES", help="mmap_npy_split of the run, such as 99,1; default: no split")
   add("--split-index", type=int, default=0, choices=(0, 1, 2), help="0 train, 1 valid, 2 test; default: %(default)s")

@@ -8,6 +8,13 @@ from maxtext.input_pipeline import _mmap_index_utils as index_utils
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 
 FILE_TYPES = ("mmap", "mmap_npy")
+_MODES = (
+    "use_sft",
+    "use_dpo",
+    "enable_rampup_batch_size",
+    "grain_use_elastic_iterator",
+    "colocated_python_data_input",
+)
 
 
 def uses_megatron_data(config) -> bool:
@@ -67,7 +74,7 @@ def _check_split(config) -> None:
 
 def _check_modes(config) -> None:
   """Refuses what would read the data in another way than Megatron's order allows."""
-  for key in ("use_sft", "use_dpo", "enable_rampup_batch_size", "grain_use_elastic_iterator", "colocated_python_data_input"):
+  for key in _MODES:
     if getattr(config, key, False):
       raise MMapError(f"{key} is true, which grain_file_type=mmap_npy does not support; set it to false.")
   if config.expansion_factor_real_data not in (-1, 0, 1):

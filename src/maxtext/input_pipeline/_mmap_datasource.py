@@ -234,12 +234,12 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   def __len__(self) -> int:
     return len(self._shuffle_index)
 
-  def __getitem__(self, record_key) -> dict[str, np.ndarray]:
-    position = int(record_key)
+  def __getitem__(self, index) -> dict[str, np.ndarray]:
+    position = int(index)
     if position < 0:
       position += len(self)
     if not 0 <= position < len(self):
-      raise IndexError(f"sample {record_key} of {len(self)}")
+      raise IndexError(f"sample {index} of {len(self)}")
     return {"text": self._read(int(self._shuffle_index[position]))}
 
   def _read(self, sample: int) -> np.ndarray:

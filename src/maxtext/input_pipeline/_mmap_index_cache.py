@@ -38,7 +38,7 @@ ARRAYS = ("document_index", "sample_index", "shuffle_index")
 STAMPS = "stamps.json"
 _ABANDONED_AFTER = 3600  # seconds until a temporary file of a process that died is removed
 
-Triplet = tuple[np.ndarray, np.ndarray, np.ndarray]
+Triplet = tuple[np.ndarray, ...]  # document, sample and shuffle index
 
 
 class StaleIndexError(Exception):
@@ -222,7 +222,7 @@ def describe(
       tokens, request.seq_length, request.num_samples, request.num_epochs, request.add_extra_token
   )
   if separate_last_epoch is not None:
-    plan = dataclasses.replace(plan, separate_last_epoch=bool(separate_last_epoch))
+    plan = dataclasses.replace(plan, separate_last_epoch=separate_last_epoch)
   built_from = {
       "format": FORMAT,
       "datasets": [{key: fact[key] for key in ("digest", "sequences", "tokens")} for fact in facts],

@@ -14,6 +14,7 @@ import functools
 import glob
 import math
 import os
+from typing import Any
 
 import numpy as np
 
@@ -190,8 +191,9 @@ def plan_epochs(
   """
   if (num_samples is None) == (num_epochs is None):
     raise MMapError("give either a number of samples or a number of epochs, and not both.")
-  if num_epochs is None:
+  if num_samples is not None:
     num_epochs = compute_num_epochs(tokens_per_epoch, num_samples, seq_length, add_extra_token)
+  assert num_epochs is not None
   samples = (num_epochs * tokens_per_epoch - add_extra_token) // seq_length
   if samples < 1 or num_epochs < 1:
     raise MMapError(
@@ -235,7 +237,8 @@ def shuffle(array: np.ndarray, rng: np.random.RandomState, progress: Progress = 
   if not 2 <= len(array) <= kernels.MAX_SHUFFLE or array.dtype.kind not in "iu":
     rng.shuffle(array)
     return
-  name, key, position, has_gauss, gauss = rng.get_state()
+  state: Any = rng.get_state()
+  name, key, position, has_gauss, gauss = state
   key, words, draws = key.copy(), np.empty(len(key), np.uint32), np.empty(kernels.DRAWS, np.uint32)
   kernels.temper(key, words)
   for first in range(len(array) - 1, 0, -_PIECE):

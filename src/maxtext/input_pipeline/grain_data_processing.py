@@ -4,6 +4,8 @@
 Every other file type is the release's.
 """
 
+from typing import TYPE_CHECKING
+
 import grain.python as grain
 import jax
 
@@ -15,6 +17,9 @@ from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset, describe_order
 from maxtext.utils import max_logging
+
+if TYPE_CHECKING:
+  from maxtext._release.input_pipeline.grain_data_processing import *  # noqa: F403
 
 globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
 
@@ -84,7 +89,9 @@ def _global_order(
   source = datasource.MegatronNpyDataSource(
       npy_dir, path, config.mmap_eod_id, config.max_target_length, config.mmap_split_sentences, request=request
   )
-  _log_dataset(key, npy_dir, source, request)
+  index = source.index
+  assert index is not None  # a source with a request has one
+  _log_dataset(key, npy_dir, source.path_prefix, index, request)
   if len(source) < needed:
     advice = "raise mmap_npy_num_samples or lower steps"
     if key == "grain_eval_files":
@@ -114,27 +121,26 @@ def _global_order(
         max_workers=None,
         max_buffer_size=None,
     )
-    workers = options.multiprocessing_options.num_workers
+    workers = options.multiprocessing_options.num_workers if options.multiprocessing_options else 0
   return GlobalOrderDataset(
       samples,
       global_batch_size,
       process_indices.index(jax.process_index()),
       len(process_indices),
-      describe_order(source.index.description, request, needed),
+      describe_order(index.description, request, needed),
       workers,
       max(ahead // host_batch, 2),
       threads,
   )
 
 
-def _log_dataset(key, npy_dir, source, request) -> None:
+def _log_dataset(key, npy_dir, path_prefix, index, request) -> None:
   """Says in one line what is read, and in which order."""
-  index = source.index
   description, plan = index.description, index.description.plan
   facts = description.facts[0]
   where = "found in" if index.found else "written to" if index.saved else "built in memory, not in"
   max_logging.log(
-      f"{key}: {source.path_prefix} has {facts['sequences']} sequences and {facts['tokens']} tokens ({facts['dtype']}); "
+      f"{key}: {path_prefix} has {facts['sequences']} sequences and {facts['tokens']} tokens ({facts['dtype']}); "
       f"reading sequences {description.begin} to {description.end}, {description.tokens_per_epoch} tokens an epoch, "
       f"{plan.num_epochs} epoch(s){', the last shuffled apart' if plan.separate_last_epoch else ''}, {plan.samples} "
       f"samples of {request.seq_length} tokens for {request.num_samples or 'all'} asked, seed {request.seed}; indices "

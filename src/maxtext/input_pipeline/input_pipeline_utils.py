@@ -4,11 +4,16 @@
 `MegatronSplitInputsTargets` and `GenerateDocSegmentIds` give what the released classes give, element for element.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import grain.python as grain
 import numpy as np
 
 from maxtext._release.input_pipeline import input_pipeline_utils as release
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
+
+if TYPE_CHECKING:
+  from maxtext._release.input_pipeline.input_pipeline_utils import *  # noqa: F403
 
 globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
 
@@ -108,7 +113,7 @@ class MegatronSplitInputsTargets(grain.MapTransform):
     self.min_segment_length = min_segment_length
     self.emit_dataset_id = emit_dataset_id
 
-  def map(self, element):
+  def map(self, element) -> Any:
     inputs, targets = element["text"][:-1], element["text"][1:]
     dataset_id = element.get("dataset_id")
     if self.reset_attention_mask and (dataset_id is None or int(dataset_id) not in self.no_attnmask_dataset_ids):
@@ -156,5 +161,5 @@ def _one_segment(tokens: np.ndarray, eod_id: int, mask_eod: bool) -> tuple[np.nd
 
 
 # The release's pipelines look these up in their own module.
-release.GenerateDocSegmentIds = GenerateDocSegmentIds
-release.MegatronSplitInputsTargets = MegatronSplitInputsTargets
+release.GenerateDocSegmentIds = GenerateDocSegmentIds  # pyrefly: ignore[bad-assignment]
+release.MegatronSplitInputsTargets = MegatronSplitInputsTargets  # pyrefly: ignore[bad-assignment]

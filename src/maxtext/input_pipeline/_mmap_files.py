@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How dataset and index files are opened: mapped without a descriptor, or read by position; and the errors about them.
+
+NumPy only.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import threading
+from typing import NamedTuple
+import weakref
+
+import numpy as np
+
+
+class MMapError(ValueError):
+  """A dataset, an index file or a config key that cannot be used; the message is one sentence for the user."""
+
+
+class MMapFileNotFoundError(MMapError, FileNotFoundError):
+  """A dataset or index file that is not there."""
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
+
+
+def map_file(path: str) -> np.ndarray:
+  """Maps a whole file read-only and returns it as uint8[size].
+
+  Unlike np.memmap, which keeps a duplicate of the descriptor, a mapping holds no open file: a blend of many
+  datasets must not run into the limit of open files.
+  """
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    size = os.fstat(descriptor).st_size
+    if not size:
+      return np.empty(0, np.uint8)
+    address = _libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
+  finally:
+    os.close(descriptor)
+  if address == _MAP_FAILED:
+    code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code), path)
+  buffer = (ctypes.c_uint8 * size).from_address(address)
+  weakref.finalize(buffer, _libc.munmap, address, size).atexit = False
+  view = np.frombuffer(buffer, np.uint8)
+  view.flags.writeable = False
+  return view
+
+
+class FileIdentity(NamedTuple):
+  """A file as it was when it was looked at; another file in its place has another identity."""
+
+  path: str
+  size: int
+  mtime_ns: int
+  inode: int
+
+  @classmethod
+  def of(cls, path: str) -> FileIdentity:
+    status = os.stat(path)
+    return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+class DescriptorPool:
+  """Read-only file descriptors, at most `capacity` of them open while idle; safe for threads, not kept over a fork."""
+
+  def __init__(self, capacity: int = 64):
+    self.capacity = capacity
+    self._lock = threading.Lock()
+    self._open: collections.OrderedDict[FileIdentity, list[int]] = collections.OrderedDict()  # [descriptor, users]
+    self._pid = os.getpid()
+
+  def acquire(self, file: FileIdentity) -> int:
+    """Returns a descriptor of a file, which stays open until `release` is called for it.
+
+    Raises:
+      MMapError: if another file has taken its place, or it has changed, since it was looked at.
+    """
+    with self._lock:
+      if self._pid != os.getpid():
+        self._open.clear()
+        self._pid = os.getpid()
+      entry = self._open.get(file)
+      if entry is None:
+        self._close_idle(self.capacity - 1)
+        entry = self._open[file] = [_open_unchanged(file), 0]
+      self._open.move_to_end(file)
+      entry[1] += 1
+      return entry[0]
+
+  def release(self, file: FileIdentity) -> None:
+    with self._lock:
+      self._open[file][1] -= 1
+
+  def forget(self, file: FileIdentity) -> None:
+    """Closes the descriptor of a file if nobody uses it."""
+    with self._lock:
+      entry = self._open.get(file)
+      if entry and not entry[1]:
+        os.close(self._open.pop(file)[0])
+
+  def _close_idle(self, keep: int) -> None:
+    for file in [file for file, (_, users) in self._open.items() if not users][: max(len(self._open) - keep, 0)]:
+      os.close(self._open.pop(file)[0])
+
+
+def _open_unchanged(file: FileIdentity) -> int:
+  try:
+    descriptor = os.open(file.path, os.O_RDONLY)
+  except OSError as error:
+    raise MMapError(f"{file.path} cannot be opened any more ({error.strerror}); put it back and start again.") from error
+  status = os.fstat(descriptor)
+  # Not the inode: some network file systems give a file another one at every look-up.
+  if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+    os.close(descriptor)
+    raise MMapError(
+        f"{file.path} was changed while it is in use: it had {file.size} bytes and has {status.st_size} now; start again "
+        "with the dataset as it is to be."
+    )
+  return descriptor
+
+
+DESCRIPTORS = DescriptorPool()
