@@ -36,7 +36,8 @@ class GlobalOrderDataset(grain.IterDataset):
     shard_index, shard_count: this host, and hosts in all.
     order: JSON-able, what decides the order; kept in the state. See `describe_order`.
     workers: processes that load batches, 0 to load in threads of this process.
-    buffered: batches that each worker, or this process, loads ahead.
+    worker_buffer: batches that each worker keeps ready for this process.
+    buffered: batches that the threads of a process read ahead.
     threads: that read within a process.
   """
 
@@ -48,6 +49,7 @@ class GlobalOrderDataset(grain.IterDataset):
       shard_count: int,
       order: dict[str, Any],
       workers: int = 0,
+      worker_buffer: int = 1,
       buffered: int = 1,
       threads: int = 1,
   ):
@@ -59,7 +61,8 @@ class GlobalOrderDataset(grain.IterDataset):
       )
     self.samples, self.global_batch_size = samples, global_batch_size
     self.shard_index, self.shard_count, self.order = shard_index, shard_count, order
-    self.workers, self.buffered, self.threads = workers, max(buffered, 1), max(threads, 1)
+    self.workers, self.worker_buffer = workers, max(worker_buffer, 1)
+    self.buffered, self.threads = max(buffered, 1), max(threads, 1)
 
   def batches_from(self, sample: int) -> grain.DatasetIterator:
     """Starts reading at a sample of the global order."""
@@ -71,7 +74,7 @@ class GlobalOrderDataset(grain.IterDataset):
     if self.workers:
       # Python's resource tracker, a process, would report the shared memory of a killed worker below our last line.
       os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-      options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=self.buffered)
+      options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=self.worker_buffer)
       dataset = dataset.mp_prefetch(options, worker_init_fn=_end_with_parent)
     return iter(dataset)
 

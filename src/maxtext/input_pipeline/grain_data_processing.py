@@ -37,7 +37,12 @@ def make_grain_train_iterator(config, global_mesh, process_indices):
       num_samples=mmap_config.train_samples(config),
       needed=config.steps * config.global_batch_size_to_load,
       split_index=0,
-      reading=(config.grain_worker_count, config.grain_prefetch_buffer_size, config.grain_num_threads),
+      reading=(
+          config.grain_worker_count,
+          config.grain_per_worker_buffer_size,
+          config.grain_prefetch_buffer_size,
+          config.grain_num_threads,
+      ),
   )
   return multihost_dataloading.MultiHostDataLoadIterator(dataset, global_mesh, config.generate_padding_batch_train)
 
@@ -57,6 +62,7 @@ def make_grain_eval_iterator(config, global_mesh, process_indices):
       split_index=1,
       reading=(
           config.grain_worker_count_eval,
+          config.grain_per_worker_buffer_size_eval,
           config.grain_prefetch_buffer_size_eval,
           config.grain_num_threads_eval,
       ),
@@ -74,7 +80,7 @@ def _global_order(
     num_samples: samples asked for; None for one epoch.
     needed: samples that will be read.
     split_index: part of `mmap_npy_split`, where that is set.
-    reading: Grain's worker processes, samples to load ahead, and threads.
+    reading: Grain's worker processes, batches each keeps ready, samples to read ahead, and threads.
   """
   ((entry, _),) = datasource.parse_entries(getattr(config, key), key)
   npy_dir, path = datasource.parse_npy_entry(entry, key)
@@ -112,7 +118,7 @@ def _global_order(
           )
       )
   )
-  workers, ahead, threads = reading
+  workers, worker_buffer, ahead, threads = reading
   host_batch = max(global_batch_size // len(process_indices), 1)
   if workers < 0:  # Grain's own choice for this machine
     options = grain.experimental.pick_performance_config(
@@ -129,6 +135,7 @@ def _global_order(
       len(process_indices),
       describe_order(index.description, request, needed),
       workers,
+      worker_buffer,
       max(ahead // host_batch, 2),
       threads,
   )
