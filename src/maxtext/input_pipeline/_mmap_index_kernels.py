@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled loops of the index builder and of the sample reader. NumPy and Numba only.
+"""Compiled loops of the index builder, of the sample reader and of the fields. NumPy and Numba only.
 
 `shuffle` reproduces `numpy.random.RandomState.shuffle` exactly: the same permutation and the same generator state
 afterwards. NumPy draws, for i from n - 1 down to 1, 32-bit words of the Mersenne Twister (MT19937, Matsumoto and
 Nishimura 1998), masks them to the bits of i, rejects what is above i, and swaps elements i and j. Here the words are
 made 624 at a time and rejected without a branch, and the swaps follow in a second loop whose accesses do not wait for
-the generator. `RandomState` is the oracle in the tests.
+the generator: their cache lines are asked for some swaps ahead. `RandomState` is the oracle in the tests.
 """
 
 from __future__ import annotations
 
+from llvmlite import ir
 import numba
-from numba.core import types
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 import numpy as np
 
 _WORDS = 624
 _BLOCK = 1 << 12  # draws between two runs of swaps: they stay in the first-level cache
+_CHUNK = 64  # words that are compared with one bound
+_AHEAD = 96  # accesses between the prefetch of a cache line and its use
 DRAWS = _BLOCK
 
 # Shuffles of at most this many elements are done here; NumPy draws 64-bit words beyond.
@@ -26,6 +30,26 @@ _pread = types.ExternalFunction("pread", types.intp(types.intc, types.voidptr, t
 
 def _jit(function):
   return numba.njit(function, cache=True, nogil=True)
+
+
+@intrinsic
+def _prefetch(typingctx, array, index):
+  """Asks for the cache line of array[index], [n] at uint64, into the second-level cache; `index` is not checked.
+
+  Into the second level because the first keeps fewer misses in flight than it takes to hide the memory's latency.
+  """
+  del typingctx
+
+  def generate(context, builder, signature, arguments):
+    data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+    address = builder.bitcast(builder.gep(data, [arguments[1]]), cgutils.voidptr_t)
+    word = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+    builder.call(prefetch, [address, word(0), word(2), word(1)])  # to be read, locality 2 of 0 to 3, data
+    return context.get_dummy_value()
+
+  return types.void(array, types.uint64), generate
 
 
 @_jit
@@ -69,20 +93,44 @@ def _draw(key, words, position, first, count, draws):
       if position == _WORDS:
         _next_words(key, words)
         position = 0
-      stop = min(_WORDS, position + (i - low))
-      for k in range(position, stop):
-        j = words[k] & mask
-        draws[n] = j
-        accepted = np.int64(j <= np.uint32(i))
-        n += accepted
-        i -= accepted
+      stop = min(_WORDS, position + min(_CHUNK, i - low))
+      begin = n
+      if _any_close(words, position, stop, mask, np.uint32(i)):
+        for k in range(position, stop):
+          j = words[k] & mask
+          draws[n] = j
+          n += np.int64(j <= np.uint32(i - (n - begin)))
+      else:
+        n = _accept(words, position, stop, mask, np.uint32(i), draws, n)
+      i -= n - begin
       position = stop
   return position
 
 
 @_jit
+def _any_close(words, position, stop, mask, bound):
+  """Whether a draw of words[position:stop] may lie on either side of the bound, which falls by 1 with each accepted."""
+  close, span = np.uint32(0), np.uint32(stop - position)
+  for k in range(np.uint64(position), np.uint64(stop)):
+    close |= np.uint32(np.uint32(bound - (words[k] & mask)) < span)
+  return close != 0
+
+
+@_jit
+def _accept(words, position, stop, mask, bound, draws, n):
+  """Appends the draws up to a fixed bound at draws[n], without a branch; returns the new n."""
+  end, high = np.uint64(n), np.uint64(bound)
+  for k in range(np.uint64(position), np.uint64(stop)):
+    j = words[k] & mask
+    draws[end] = j
+    end += np.uint64(1) - ((high - np.uint64(j)) >> np.uint64(63))
+  return np.int64(end)
+
+
+@_jit
 def _swap(array, first, count, draws):
   for t in range(count):
+    _prefetch(array, np.uint64(draws[min(t + _AHEAD, count - 1)]))
     i = np.uint64(first - t)
     j = np.uint64(draws[t])
     value = array[i]
@@ -137,6 +185,7 @@ def sample_index_rows(sizes, document_index, first, last, state, sequence_length
   rows = out.shape[0]
   shift = np.int64(1 - extra)
   for d in range(first, last):
+    _prefetch(sizes, np.uint64(document_index[min(d + _AHEAD, last - 1)]))
     end = start + sizes[np.uint64(document_index[d])]
     while wanted < end and row < rows:
       out[row, 0] = d
@@ -192,3 +241,22 @@ def any_outside(values, low, high):
   for value in values:
     bad |= (value < low) | (value > high)
   return bad
+
+
+@_jit
+def segments_and_positions(tokens, eod_id, distance, segments, positions):
+  """Numbers documents from 1 and tokens within them from 0.
+
+  Args:
+    tokens: integers, [length].
+    eod_id: ends a document and belongs to it.
+    distance: a document begins a segment only if it begins more than this after the beginning of the last segment.
+    segments, positions: int32[length], filled.
+  """
+  segment, first = 1, 0
+  for k in range(tokens.shape[0]):
+    if k > 0 and tokens[k - 1] == eod_id and k - first > distance:
+      segment += 1
+      first = k
+    segments[k] = segment
+    positions[k] = k - first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-in: the EOD-aware fields of Megatron samples are computed without a loop over positions.
+"""Stand-in: the EOD-aware fields of Megatron samples are computed in one compiled pass.
 
 `MegatronSplitInputsTargets` and `GenerateDocSegmentIds` give what the released classes give, element for element.
 """
@@ -10,6 +10,7 @@ import grain.python as grain
 import numpy as np
 
 from maxtext._release.input_pipeline import input_pipeline_utils as release
+from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 
 if TYPE_CHECKING:
@@ -30,27 +31,10 @@ def segments_and_positions(tokens: np.ndarray, eod_id: int, min_segment_length: 
   Returns:
     Segment ids and positions, both int32[length].
   """
-  length = len(tokens)
-  starts = np.flatnonzero(tokens[:-1] == eod_id) + 1
-  if min_segment_length > 1:
-    starts = _far_apart(starts, min_segment_length)
-  segments = np.zeros(length, np.int32)
-  segments[:1] = 1
-  segments[starts] = 1
-  np.cumsum(segments, out=segments)
-  positions = np.arange(length, dtype=np.int32)
-  if len(starts):
-    positions[starts[0] :] -= np.repeat(starts, np.diff(starts, append=length)).astype(np.int32)
+  segments, positions = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.int32)
+  distance = min_segment_length if min_segment_length > 1 else 0
+  kernels.segments_and_positions(tokens, eod_id, distance, segments, positions)
   return segments, positions
-
-
-def _far_apart(starts: np.ndarray, distance: int) -> np.ndarray:
-  """Keeps, from the left, the starts that lie more than `distance` after the last kept one; the first counts from 0."""
-  kept, last = [], 0
-  while (next_start := np.searchsorted(starts, last + distance, side="right")) < len(starts):
-    last = int(starts[next_start])
-    kept.append(last)
-  return np.array(kept, np.int64)
 
 
 class GenerateDocSegmentIds(grain.MapTransform):
