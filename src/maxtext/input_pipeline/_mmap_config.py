@@ -82,6 +82,10 @@ def _check_modes(config) -> None:
         f"expansion_factor_real_data is {config.expansion_factor_real_data}; with grain_file_type=mmap_npy every host "
         "loads its own data, leave it at -1."
     )
+  if config.max_target_length < 1:
+    raise MMapError(f"max_target_length is {config.max_target_length}; expected the tokens of a sample, 1 or more.")
+  if not 0 <= config.data_shuffle_seed < 2**32:
+    raise MMapError(f"data_shuffle_seed is {config.data_shuffle_seed}; expected 0 to {2**32 - 1}.")
   if config.mmap_eod_id < 0:
     raise MMapError(f"mmap_eod_id is {config.mmap_eod_id}; expected the token id that preprocessing appended, 0 or more.")
   if config.mmap_eod_id >= config.vocab_size:

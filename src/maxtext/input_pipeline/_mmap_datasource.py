@@ -8,6 +8,7 @@ file type are still the release's.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 
@@ -89,9 +90,9 @@ def parse_entries(text: str, key: str = "grain_train_files") -> list[tuple[str, 
   Raises:
     MMapError: for a missing entry or weight, and for weights that are not finite, not negative, with a positive total.
   """
+  if not text.replace(";", "").strip():
+    raise MMapError(f"{key} is empty; expected the path of a Megatron dataset.")
   if ";" not in text:
-    if not text.strip():
-      raise MMapError(f"{key} is empty; expected the path of a Megatron dataset.")
     return [(text.strip(), 1.0)]
   entries = []
   for number, part in enumerate(filter(str.strip, text.split(";"))):
@@ -105,8 +106,9 @@ def parse_entries(text: str, key: str = "grain_train_files") -> list[tuple[str, 
           f"{key}: entry {number} is {part.strip()!r}; expected 'entry,weight' with a finite weight of 0 or more."
       )
     entries.append((entry.strip(), value))
-  if not sum(weight for _, weight in entries) > 0:
-    raise MMapError(f"{key}: the weights add up to 0; at least one must be positive.")
+  total = sum(weight for _, weight in entries)
+  if not 0 < total < math.inf:
+    raise MMapError(f"{key}: the weights add up to {total}; expected a positive finite total.")
   return entries
 
 
@@ -171,24 +173,26 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
     self._bin_path = prefix + ".bin"
     self._seq_length, self._eod_id = seq_length, eod_id
     self.index: cache.Index | None = None
+    check = functools.partial(self._check_layout, split_sentences) if write is not False else None  # not in every worker
     if request is not None:
-      self.index = cache.open_index(npy_dir, prefix, request, write)
-      arrays, facts = self.index.arrays, self.index.description.facts[0]
+      self.index = cache.open_index(npy_dir, prefix, request, write, check=check)
+      arrays = self.index.arrays
     else:
       facts = dataclasses.asdict(self._dataset.scan())
+      if check:
+        check(facts)
       if prebuilt_indices is not None:
         arrays = prebuilt_indices
         cache.check_ranges(arrays, len(self._dataset), "prebuilt_indices")
       else:
         _, arrays = cache.open_triplet(npy_dir, expected_hash, len(self._dataset))
     self._document_index, self._sample_index, self._shuffle_index = arrays
-    if write is not False:  # once, not again in every worker
-      self._check_layout(facts, split_sentences)
+    if check:
       self._check_eod(split_sentences)
     if request is None:
       self._check_seq_length(npy_dir)
 
-  def _check_layout(self, facts, split_sentences: bool) -> None:
+  def _check_layout(self, split_sentences: bool, facts) -> None:
     prefix, head = self._dataset.path_prefix, self._dataset.header
     if facts["sentence_split"] and not split_sentences:
       raise MMapError(
@@ -202,8 +206,9 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   def _check_eod(self, split_sentences: bool) -> None:
     """Warns if no document that is looked at ends with the EOD token."""
     dataset = self._dataset
-    ends = dataset.doc_idx[1:] - 1 if split_sentences else np.arange(len(dataset))
-    rows = ends[np.linspace(0, len(ends) - 1, min(_EOD_PROBES, len(ends)), dtype=np.int64)]
+    documents = dataset.header.num_documents if split_sentences else len(dataset)
+    probes = np.linspace(0, documents - 1, min(_EOD_PROBES, documents), dtype=np.int64)
+    rows = dataset.doc_idx[probes + 1] - 1 if split_sentences else probes
     rows = [row for row in rows.tolist() if row >= 0 and dataset.sizes[row]]
     if rows and not any(dataset.get(row, int(dataset.sizes[row]) - 1, 1)[0] == self._eod_id for row in rows):
       last = int(dataset.get(rows[0], int(dataset.sizes[rows[0]]) - 1, 1)[0])
@@ -245,7 +250,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   def _read(self, sample: int) -> np.ndarray:
     """Reads the tokens of one row of the sample index, int32[seq_length + 1]."""
     dtype, wanted = self._dataset.header.dtype, self._seq_length + 1
-    raw = np.empty(wanted * dtype.itemsize, np.uint8)
+    raw = np.empty((wanted + 1) * dtype.itemsize, np.uint8)  # a token more, to see a sample that is too long
     descriptor = DESCRIPTORS.acquire(self._dataset.bin_file)
     try:
       filled = kernels.read_sample(
@@ -263,20 +268,24 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
       DESCRIPTORS.release(self._dataset.bin_file)
     if filled < 0:
       raise self._failed_read(sample, -1 - filled)
-    tokens = raw.view(dtype)
+    count = filled // dtype.itemsize
+    if count > wanted or count < wanted and sample != len(self._sample_index) - 2:  # the last may be partial
+      raise MMapError(
+          f"{self._bin_path}: sample {sample} has {'at least ' * (count > wanted)}{count} tokens; expected {wanted}; the "
+          "indices are damaged, build them again."
+      )
+    tokens = raw.view(dtype)[:wanted]
+    tokens[count:] = self._eod_id
     if dtype.itemsize == 8 and kernels.any_outside(tokens, 0, np.iinfo(np.int32).max):
       raise MMapError(f"{self._bin_path}: sample {sample} has token ids outside int32; MaxText's tokens are int32.")
-    tokens = tokens.astype(np.int32)
-    if filled < len(raw):  # only a partial last sample
-      tokens[filled // dtype.itemsize :] = self._eod_id
-    return tokens
+    return tokens.astype(np.int32)
 
   def _failed_read(self, sample: int, entry: int) -> MMapError:
     """Finds out why a piece could not be read."""
     sequence = int(self._document_index[entry])
     size = int(self._dataset.sizes[sequence])
     try:
-      self._dataset.get(sequence)
+      self._dataset.get(sequence, max(size - 1, 0))  # the last token is there only if the file is whole
     except MMapError as error:
       return error
     return MMapError(

@@ -18,6 +18,7 @@ import dataclasses
 import glob
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -129,15 +130,16 @@ class Stamps:
     if self._path and os.path.isfile(self._path):
       try:
         with open(self._path, encoding="utf-8") as file:
-          records = json.load(file)
-        self._records = {path: record for path, record in records.items() if isinstance(record, dict)}
-      except (OSError, ValueError, AttributeError):
+          content = json.load(file)
+        if content["xxh3_128"] == _digest_of_json(content["records"]):
+          self._records = content["records"]
+      except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # only a saving of work
 
   def get(self, path: str) -> dict[str, Any] | None:
     """Returns the record of a file, or None if there is none or the file has changed."""
     record = self._records.get(os.path.abspath(path))
-    return record if record and record.get("stat") == _stat(path) else None
+    return record if record and record["stat"] == _stat(path) else None
 
   def put(self, path: str, stat: list[int], **record) -> dict[str, Any]:
     """Keeps a record; `stat` is `_stat(path)` from before the file was read."""
@@ -150,7 +152,7 @@ class Stamps:
       return
     self._records = {path: record for path, record in self._records.items() if os.path.exists(path)}
     try:
-      _write_atomically(self._path, lambda file: file.write(json.dumps(self._records).encode()))
+      _save_json(self._path, {"records": self._records, "xxh3_128": _digest_of_json(self._records)})
       self._changed = False
     except OSError:
       pass
@@ -206,6 +208,10 @@ def describe(
   Raises:
     MMapError: if a dataset is damaged, the split cannot be parsed, or its part is empty.
   """
+  if request.seq_length < 1:
+    raise MMapError(f"the sequence length is {request.seq_length}; expected 1 or more.")
+  if not 0 <= request.seed < 2**32:
+    raise MMapError(f"the seed is {request.seed}; expected 0 to {2**32 - 1}, as NumPy's generator takes it.")
   prefixes = utils.resolve_shard_prefixes(input_paths)
   facts = [dataset_facts(prefix, stamps) for prefix in prefixes]
   sequences = sum(fact["sequences"] for fact in facts)
@@ -235,8 +241,7 @@ def describe(
       "num_epochs": plan.num_epochs,
       "separate_last_epoch": plan.separate_last_epoch,
   }
-  name = xxhash.xxh3_128_hexdigest(json.dumps(built_from, sort_keys=True).encode())
-  return IndexDescription(name, built_from, plan, begin, end, tokens, tuple(facts))
+  return IndexDescription(_digest_of_json(built_from), built_from, plan, begin, end, tokens, tuple(facts))
 
 
 def _tokens_between(prefixes, facts, begin: int, end: int) -> int:
@@ -318,6 +323,10 @@ def _digest(array: np.ndarray) -> str:
   return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B") if array.size else b"")
 
 
+def _digest_of_json(content: dict) -> str:
+  return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
 def _save_metadata(folder: str, description: IndexDescription, arrays, digests) -> None:
   """Writes the JSON that makes the arrays valid; so it comes last."""
   metadata = {
@@ -371,7 +380,9 @@ def _remove_abandoned(folder: str, base: str) -> None:
 # Loading.
 
 
-def open_index(folder: str, input_paths, request: IndexRequest, write: bool | None = None, progress=None) -> Index:
+def open_index(
+    folder: str, input_paths, request: IndexRequest, write: bool | None = None, progress=None, check=None
+) -> Index:
   """Loads the indices of a request from a folder, or builds them, and writes them there if this process should.
 
   Args:
@@ -380,22 +391,27 @@ def open_index(folder: str, input_paths, request: IndexRequest, write: bool | No
     request: settings of the order.
     write: whether to write what had to be built; None: if this is the primary process.
     progress: see `_mmap_index_utils.iter_indices`.
+    check: called with the facts of the first dataset before anything is built; may raise.
 
   Raises:
     MMapError: if the dataset is damaged or the request cannot be met. A folder that cannot be written is a warning.
   """
   stamps = Stamps(folder)
   description = describe(input_paths, request, stamps=stamps)
+  if check is not None:
+    check(description.facts[0])
   write = is_primary_process() if write is None else write
   try:
     arrays = load(folder, description, stamps)
     if write:
       stamps.save()
     return Index(description, arrays, True, True)
-  except FileNotFoundError:
+  except (FileNotFoundError, NotADirectoryError):
     log.info("%s has no indices for this order; building them (%s).", folder, description.name)
   except StaleIndexError as error:
     log.warning("%s; building the indices again.", error)
+  except OSError as error:
+    log.warning("%s cannot be read (%s); building the indices again.", error.filename, error.strerror)
   if not write:
     arrays = tuple(array for _, array in _iterate(input_paths, request, description, progress))
     return Index(description, arrays, False, False)
@@ -418,7 +434,7 @@ def load(folder: str, description: IndexDescription, stamps: Stamps) -> Triplet:
       metadata = json.load(file)
     built_from, recorded = metadata["built_from"], metadata["arrays"]
     digests = [recorded[name]["xxh3_128"] for name in ARRAYS]
-  except (ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise StaleIndexError(f"{metadata_path} is not the metadata of an index ({type(error).__name__})") from error
   if built_from != description.built_from:
     raise StaleIndexError(f"{metadata_path} was built from other data or settings")
@@ -450,11 +466,13 @@ def map_array(path: str) -> np.ndarray:
       read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
       shape, fortran, dtype = read(file)
       start = file.tell()
-  except ValueError as error:
+  except OSError:
+    raise
+  except Exception as error:  # NumPy evaluates the header as Python text, which fails in many ways
     raise StaleIndexError(f"{path} is not a NumPy array file") from error
   raw = map_file(path)
-  count = int(np.prod(shape, dtype=np.int64))
-  if dtype.kind not in "iu" or fortran and len(shape) > 1 or len(raw) - start != count * dtype.itemsize:
+  fits = min(shape, default=0) >= 0 and len(raw) - start == math.prod(shape) * dtype.itemsize
+  if dtype.kind not in "iu" or fortran and len(shape) > 1 or not fits:
     raise StaleIndexError(f"{path} has {len(raw) - start} bytes of data; its header says {dtype.str}{list(shape)}")
   return raw[start:].view(dtype).reshape(shape)
 

@@ -17,6 +17,7 @@ Source: the writer and reader of megatron-core, `megatron/core/datasets/indexed_
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import struct
@@ -157,7 +158,7 @@ def _count_documents(path: str, size: int, num_sequences: int, entries: int) -> 
     return entries - 1
   if size == older:
     return entries
-  if size in (-1, current + num_sequences, older + num_sequences):
+  if num_sequences and size in (-1, current + num_sequences, older + num_sequences):
     raise MMapError(f"{path} is the index of a multimodal dataset (a mode per sequence); only text datasets can be read.")
   if size < current or not entries:
     raise MMapError(
@@ -276,24 +277,25 @@ class MMapIndexedDataset:
     most = 0
     for first in range(0, self.header.num_documents, _SCAN_ROWS):
       counts = np.diff(self._doc_idx[first : first + _SCAN_ROWS + 1])
-      if counts.min() < 0:
-        row = first + int(np.argmax(counts < 0)) + 1
-        raise MMapError(
-            f"{self.path_prefix}.idx: row {row} of the document index is {int(self._doc_idx[row])}, less than the one "
-            "before; the file is damaged, write it again."
-        )
       most = max(most, int(counts.max()))
+      if counts.min() < 0 or most > len(self):  # differences of 64-bit values can wrap around
+        row = first + int(np.argmax((counts < 0) | (counts > len(self)))) + 1
+        raise MMapError(
+            f"{self.path_prefix}.idx: row {row} of the document index is {int(self._doc_idx[row])} after "
+            f"{int(self._doc_idx[row - 1])}; expected values that rise from 0 to {len(self)}; the file is damaged, write "
+            "it again."
+        )
     return most
 
   def _explain(self, first, sizes, pointers, ends, before, bin_size) -> None:
     """Raises MMapError for the first row of a piece that breaks a rule; gaps between sequences break none."""
-    itemsize = self.header.dtype.itemsize
+    itemsize, bin_path = self.header.dtype.itemsize, self.bin_file.path
     rules = (
         (sizes < 0, sizes, "length", "0 or more"),
-        (pointers < 0, pointers, "byte offset", "0 or more"),
+        ((pointers < 0) | (pointers > bin_size), pointers, "byte offset", f"0 to {bin_size}, the size of {bin_path}"),
         (np.diff(pointers, prepend=before) < 0, pointers, "byte offset", "no less than that of the row before"),
         (pointers % itemsize != 0, pointers, "byte offset", f"a multiple of the {itemsize} bytes of a token"),
-        (ends > bin_size, ends, "end", f"at most {bin_size}, the size of {self.path_prefix}.bin"),
+        (ends > bin_size, ends, "end", f"at most {bin_size}, the size of {bin_path}"),
     )
     for bad, values, noun, expected in rules:
       if bad.any():
@@ -382,7 +384,7 @@ class IndexedDatasetWriter:
   """
 
   def __init__(self, path_prefix: str, dtype):
-    self.dtype = np.dtype(dtype)
+    self.dtype = np.dtype(dtype).newbyteorder("<")
     if self.dtype.type not in DTYPE_CODES_INV or self.dtype.kind == "f":
       raise MMapError(f"{path_prefix}: cannot write {self.dtype.name} tokens; use an integer type of the format.")
     self.path_prefix = path_prefix
@@ -422,7 +424,8 @@ class IndexedDatasetWriter:
       lengths: tokens of each document, [documents]; one of length 0 gets no sequence.
     """
     lengths = np.asarray(lengths)
-    self._write(tokens)
+    if self._write(tokens) != lengths.sum(dtype=np.int64):
+      raise MMapError(f"{self.path_prefix}: {len(tokens)} tokens were given for {lengths.sum(dtype=np.int64)} expected.")
     filled = lengths > 0
     self._documents.extend(len(self._lengths) + np.cumsum(filled))
     self._lengths.extend(lengths[filled])
@@ -432,11 +435,14 @@ class IndexedDatasetWriter:
     dataset = MMapIndexedDataset(other)
     if dataset.header.dtype != self.dtype:
       raise MMapError(f"{other}.idx holds {dataset.dtype.__name__} tokens; {self.path_prefix} holds {self.dtype.name}.")
+    facts = dataset.scan()
+    if not facts.contiguous:
+      raise MMapError(f"{other}.idx has gaps between its sequences; only a dataset without gaps can be appended.")
     self._documents.extend(dataset.doc_idx[1:] + len(self._lengths))
     self._lengths.extend(dataset.sizes)
     with open(other + ".bin", "rb") as source:
-      while chunk := source.read(1 << 24):
-        self._bin.write(chunk)
+      for first in range(0, facts.end, 1 << 24):  # and no stray bytes
+        self._bin.write(source.read(min(1 << 24, facts.end - first)))
 
   def close(self) -> None:
     """Writes `.idx` and gives both files their names; `.idx` last, since readers look for it first."""
@@ -450,6 +456,8 @@ class IndexedDatasetWriter:
       file.write(MMAP_INDEX_MAGIC + struct.pack("<QBQQ", MMAP_INDEX_VERSION, code, len(lengths), len(documents)))
       for column in (lengths, offsets, documents):
         file.write(column.tobytes())
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(self.path_prefix + ".idx")  # of an older dataset: it must never stand beside the new tokens
     os.replace(self._temporary + ".bin", self.path_prefix + ".bin")
     os.replace(self._temporary + ".idx", self.path_prefix + ".idx")
 

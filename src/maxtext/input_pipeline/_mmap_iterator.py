@@ -160,8 +160,9 @@ _NOUNS = {
 
 def check_state(state: Any, order: dict[str, Any]) -> None:
   """Raises MMapError unless a saved iterator state continues in this order."""
-  saved = state.get("order") if isinstance(state, dict) else None
-  if not isinstance(saved, dict) or state.get("format") != STATE_FORMAT or not isinstance(state.get("next_sample"), int):
+  saved, position = (state.get("order"), state.get("next_sample")) if isinstance(state, dict) else (None, None)
+  whole = isinstance(saved, dict) and type(position) is int and position >= 0  # True is an int too
+  if not whole or state.get("format") != STATE_FORMAT:
     raise MMapError(
         "the checkpoint's data iterator state was not saved by grain_file_type=mmap_npy of this version, so its position "
         "cannot be continued; start a new run_name (load_parameters_path keeps the weights)."
@@ -190,8 +191,9 @@ def check_state(state: Any, order: dict[str, Any]) -> None:
 
 def _short(value: Any) -> str:
   """Says a value of an order; datasets by size and the beginning of their checksum."""
-  if isinstance(value, list) and value and isinstance(value[0], dict):
-    return ", ".join(f"{part['sequences']} sequences, {part['tokens']} tokens, {part['digest'][:8]}" for part in value)
+  if isinstance(value, list) and value and all(isinstance(part, dict) and "digest" in part for part in value):
+    parts = ((part.get("sequences"), part.get("tokens"), str(part["digest"])[:8]) for part in value)
+    return ", ".join(f"{sequences} sequences, {tokens} tokens, {digest}" for sequences, tokens, digest in parts)
   return f"{value[0]} to {value[1]}" if isinstance(value, list) and len(value) == 2 else str(value)
 
 
