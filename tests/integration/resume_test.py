@@ -45,7 +45,8 @@ def test_refusals(saved, train, dataset, write_dataset, tmp_path):
   other = write_dataset(tmp_path / "other", seed=1)
   replaced = train(other)
   assert replaced.code == 1 and not replaced.losses
-  assert "its dataset is 60 sequences, " in replaced.last_line and "read the dataset that the saved run read" in replaced.last_line
+  assert "its dataset is 60 sequences, " in replaced.last_line
+  assert "read the dataset that the saved run read" in replaced.last_line
 
   shutil.rmtree(saved / "iter")
   without = train(dataset)

@@ -39,6 +39,8 @@ class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
       from maxtext.input_pipeline import _mmap_config
 
       _mmap_config.require_files(data)
+      if isinstance(data.get("mmap_npy_split"), (int, float)):
+        return {**data, "mmap_npy_split": str(data["mmap_npy_split"])}  # one share, which YAML reads as a number
     return data
 
   # Pydantic runs a base class's validators first, so the release's derived values are set when this one runs.
