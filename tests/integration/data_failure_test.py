@@ -79,3 +79,13 @@ def test_workers_end_with_a_killed_trainer(start, wait_for, write_dataset, tmp_p
   process.kill()
   _, alive = psutil.wait_procs(children, timeout=60)
   assert not alive
+
+
+def test_evaluation_data_fails(train, dataset, write_dataset, tmp_path):
+  bad = write_dataset(tmp_path / "bad", bad_id=700)
+  files = f"{tmp_path / 'eval'}|{bad}"
+  run = train(dataset, grain_eval_files=files, eval_interval=4, eval_steps=2, grain_worker_count_eval=0)
+  assert run.code == 1, run.log[-3000:]
+  assert run.last_line.startswith("Training ended in the evaluation after step 0: ")
+  assert "bad.bin holds token id 700" in run.last_line
+  assert run.last_line.endswith("Step 0 is saved; a restart continues after it.")

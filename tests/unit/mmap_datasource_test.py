@@ -354,17 +354,32 @@ def test_pickles_by_description(folder, dataset):
   data = pickle.dumps(source)
   assert len(data) < 2000
   worker = pickle.loads(data)
-  assert worker.index.found and len(worker) == len(source)
+  assert len(worker) == len(source)
   np.testing.assert_array_equal(worker[12345]["text"], source[12345]["text"])
 
 
-def test_a_worker_never_writes(tmp_path, folder, dataset):
+def test_a_worker_neither_builds_nor_writes(folder, dataset):
+  data = pickle.dumps(MegatronNpyDataSource(folder, dataset, EOD, 4, request=D1_REQUEST))
+  shutil.rmtree(folder)
+  with pytest.raises(MMapError, match="an index file cannot be used any more: .*; start again"):
+    pickle.loads(data)
+  assert not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_worker_refuses_a_dataset_that_was_replaced(folder, dataset, suffix):
+  data = pickle.dumps(MegatronNpyDataSource(folder, dataset, EOD, 4, request=D1_REQUEST))
+  os.utime(dataset + suffix, ns=(1, 1))
+  with pytest.raises(MMapError, match=f"data{suffix} was changed since the run opened it; start again"):
+    pickle.loads(data)
+
+
+def test_a_worker_refuses_other_arrays(folder, dataset):
   source = MegatronNpyDataSource(folder, dataset, EOD, 4, request=D1_REQUEST)
   data = pickle.dumps(source)
-  shutil.rmtree(folder)
-  worker = pickle.loads(data)
-  assert not worker.index.found and not worker.index.saved and not os.path.exists(folder)
-  assert samples_of(worker) == samples_of(source)
+  cache.save_array(source.index.paths[2], np.arange(3, dtype=np.uint32))
+  with pytest.raises(MMapError, match="was changed since the run opened it; start again"):
+    pickle.loads(data)
 
 
 def test_d13_iii_a_worker_builds_what_could_not_be_written(tmp_path, dataset):
@@ -503,7 +518,8 @@ def test_a_sample_that_ends_outside_its_sequence(dataset):
   def change(rows):
     rows[5, 1] = 50
 
-  assert "data.bin: sample 4 ends outside sequence" in refusal(source_of_rows(dataset, change).__getitem__, 4)
+  message = refusal(source_of_rows(dataset, change).__getitem__, 4)
+  assert "data.bin: sample 4 has at least 6 tokens; expected 5; the indices are damaged" in message
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

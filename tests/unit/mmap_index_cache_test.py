@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of index files on disk: what names them, what makes them stale, and what a crash leaves. CASES D13 and D16."""
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -50,7 +51,7 @@ def built(folder, dataset) -> cache.Index:
   index = cache.open_index(folder, dataset, REQUEST)
   assert index.saved and not index.found
   os.remove(os.path.join(folder, cache.STAMPS))
-  return index
+  return in_memory(index)
 
 
 @pytest.fixture
@@ -72,6 +73,11 @@ def scans(monkeypatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def warnings_are_seen(caplog):
   caplog.set_level(logging.WARNING, logger=cache.__name__)
+
+
+def in_memory(index: cache.Index) -> cache.Index:
+  """Copies the arrays, which are mapped from files that a test is going to damage."""
+  return dataclasses.replace(index, arrays=tuple(array.copy() for array in index.arrays))
 
 
 def same(first, second) -> bool:
@@ -390,7 +396,7 @@ def scratch(tmp_path_factory):
   """A written cache that examples damage and repair: prefix, folder, index and the bytes of its files."""
   place = tmp_path_factory.mktemp("scratch")
   prefix, folder = write(place / "data"), str(place / "indices")
-  index = cache.open_index(folder, prefix, REQUEST)
+  index = in_memory(cache.open_index(folder, prefix, REQUEST))
   os.remove(os.path.join(folder, cache.STAMPS))
   return prefix, folder, index, {name: Path(folder, name).read_bytes() for name in os.listdir(folder)}
 
@@ -533,14 +539,21 @@ def test_d16_damaged_stamp_does_not_decide_the_order(folder, dataset, changed):
   assert again.found and same(again, built)
 
 
-def test_stamps_forget_files_that_are_gone(tmp_path, folder, dataset):
-  other = write(tmp_path / "other", [9, 9])
-  cache.open_index(folder, other, REQUEST)
-  for suffix in (".bin", ".idx"):
-    os.remove(other + suffix)
+def test_stamps_keep_only_the_latest(tmp_path, folder, dataset, monkeypatch):
+  monkeypatch.setattr(cache, "_MOST_STAMPS", 4)
+  cache.open_index(folder, write(tmp_path / "other", [9, 9]), REQUEST)
   cache.open_index(folder, dataset, REQUEST)
-  text = Path(folder, cache.STAMPS).read_text(encoding="utf-8")
-  assert f"{dataset}.idx" in text and f"{other}.idx" not in text
+  records = json.loads(Path(folder, cache.STAMPS).read_text(encoding="utf-8"))["records"]
+  assert len(records) == 4 and "other.idx" not in records
+
+
+def test_stamps_hold_for_another_path_to_the_same_files(tmp_path, folder, dataset, monkeypatch):
+  cache.open_index(folder, dataset, REQUEST)
+  (tmp_path / "mount").symlink_to(tmp_path, target_is_directory=True)
+  monkeypatch.setattr(cache, "_digest", None)  # whoever checks an array again fails
+  mount = str(tmp_path / "mount")
+  moved = (path.replace(str(tmp_path), mount) for path in (folder, dataset))
+  assert cache.open_index(*moved, REQUEST).found
 
 
 # Facts.

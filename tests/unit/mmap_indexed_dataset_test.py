@@ -2,6 +2,7 @@
 """Tests of the .bin/.idx format: what the reader returns, what it refuses and how, and what the writer leaves behind."""
 
 from concurrent.futures import ThreadPoolExecutor
+import errno
 import itertools
 import os
 from pathlib import Path
@@ -17,8 +18,10 @@ import numpy as np
 import pytest
 
 from maxtext.input_pipeline import _mmap_index_cache as cache
+from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline import _mmap_indexed_dataset as library
 from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
+from maxtext.input_pipeline._mmap_files import FileIdentity, map_file
 from maxtext.input_pipeline._mmap_indexed_dataset import (
   DESCRIPTORS,
   DTYPE_CODES,
@@ -26,6 +29,7 @@ from maxtext.input_pipeline._mmap_indexed_dataset import (
   MMapError,
   MMapFileNotFoundError,
   MMapIndexedDataset,
+  MMapReadError,
   read_header,
 )
 
@@ -108,7 +112,13 @@ def test_get_reads_parts_of_a_sequence(prefix):
   assert dataset.get(2, 4).tolist() == dataset.get(2, 4, 0).tolist() == dataset.get(1).tolist() == []
   assert dataset.get(-1, 3).tolist() == dataset.get(2, 3, 1).tolist() == [6]
   assert [part.tolist() for part in dataset[1:]] == [[], [3, 4, 5, 6]]
-  assert [part.tolist() for part in dataset[::-2]] == [[3, 4, 5, 6], [0, 1, 2]]
+  assert [part.tolist() for part in dataset[:-1:1]] == [[0, 1, 2], []]
+
+
+@pytest.mark.parametrize("step", [2, -1, -2])
+def test_a_slice_with_a_step_is_refused(prefix, step):
+  dataset = MMapIndexedDataset(prefix)
+  assert f"data: the slice has step {step}; only slices of step 1" in refusal(lambda: dataset[::step])
 
 
 @pytest.mark.parametrize("arguments", [(3,), (-4,), (0, -1), (0, 4), (0, 0, 4), (0, 2, 2), (0, 0, -1), (1, 0, 1)])
@@ -122,6 +132,16 @@ def test_arrays_cannot_be_written_to(prefix):
   for array in (dataset.sizes, dataset.pointers, dataset.doc_idx, dataset[0]):
     with pytest.raises(ValueError, match="read-only"):
       array[0] = 1
+
+
+def test_paths_may_be_path_objects(tmp_path):
+  with IndexedDatasetWriter(tmp_path / "data", np.int32) as writer:
+    writer.add_document([1, 2])
+  with IndexedDatasetWriter(tmp_path / "copy", np.int32) as writer:
+    writer.append(tmp_path / "data")
+  dataset = MMapIndexedDataset(tmp_path / "copy")
+  assert dataset[0].tolist() == [1, 2] and dataset.path_prefix == str(tmp_path / "copy")
+  assert pickle.loads(pickle.dumps(dataset))[0].tolist() == [1, 2]
 
 
 def test_arrays_outlive_the_dataset(prefix):
@@ -336,24 +356,114 @@ def test_bin_that_shrinks_after_it_was_opened(prefix):
   assert dataset[0].tolist() == [0, 1, 2]
   os.truncate(prefix + ".bin", 20)
   assert dataset[0].tolist() == [0, 1, 2]
-  message = refusal(dataset.get, 2)
+  with pytest.raises(MMapReadError) as caught:
+    dataset.get(2)
+  message = one_sentence(caught.value)
+  assert isinstance(caught.value, OSError), "as in the release"
   assert "data.bin is truncated: 16 bytes were expected at byte 12 and 8 were there; the file has 20 bytes now" in message
 
 
-@pytest.mark.parametrize("data", [bytes(28), bytes(32)], ids=["the same size", "another size"])
-def test_bin_that_was_replaced_before_it_was_read(prefix, data):
+@pytest.mark.parametrize(
+  "data, change",
+  [
+    (bytes(28), "its modification time was 2001-09-09T01:46:40.000000000 and is 1970-01-01T00:00:00.000000001 now;"),
+    (bytes(32), "it had 28 bytes and has 32 now;"),
+  ],
+  ids=["the same size", "another size"],
+)
+def test_bin_that_was_replaced_before_it_was_read(prefix, data, change):
+  os.utime(prefix + ".bin", ns=(10**18, 10**18))
   dataset = MMapIndexedDataset(prefix)
   Path(prefix + ".new").write_bytes(data)
   os.utime(prefix + ".new", ns=(1, 1))
   os.replace(prefix + ".new", prefix + ".bin")
-  assert f"data.bin was changed while it is in use: it had 28 bytes and has {len(data)} now" in refusal(dataset.get, 0)
+  assert f"data.bin was changed while it is in use: {change} start again" in refusal(dataset.get, 0)
   assert MMapIndexedDataset(prefix)[0].tolist() == [0, 0, 0], "opened anew it is another file"
 
 
 def test_bin_that_was_removed_before_it_was_read(prefix):
   dataset = MMapIndexedDataset(prefix)
   os.remove(prefix + ".bin")
-  assert "data.bin cannot be opened any more (No such file or directory)" in refusal(dataset.get, 0)
+  message = refusal(dataset.get, 0)
+  assert "data.bin cannot be opened any more (No such file or directory); put it back and start again." in message
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="no file that can be opened and not read")
+def test_idx_that_cannot_be_read(tmp_path):
+  prefix = write_pair(tmp_path / "data", index_bytes([3]), range(3))
+  os.remove(prefix + ".idx")
+  os.symlink("/proc/self/mem", prefix + ".idx")
+  message = refusal(MMapIndexedDataset, prefix)
+  assert "data.idx cannot be read (Input/output error); check its disk or network mount and start again." in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("name", ["data.idx", "data.bin", ""])
+def test_files_without_permission(prefix, tmp_path, name):
+  os.chmod(tmp_path / name, 0)
+  try:
+    message = refusal(lambda: MMapIndexedDataset(prefix)[0])
+  finally:
+    os.chmod(tmp_path / name, 0o700)
+  assert "(Permission denied); give this user the right to read it." in message
+
+
+def failing(monkeypatch, function: str, code: int) -> None:
+  def fail(*_, **__):
+    raise OSError(code, os.strerror(code))
+
+  monkeypatch.setattr(function, fail)
+
+
+REASONS = [
+  (errno.EACCES, MMapReadError, "Permission denied", "give this user the right to read it"),
+  (errno.ESTALE, MMapReadError, "Stale file handle", "check its disk or network mount and start again"),
+  (errno.EMFILE, MMapReadError, "Too many open files", "raise the limit of open files (ulimit -n) and start again"),
+  (errno.ENOENT, MMapFileNotFoundError, "No such file or directory", "put it back and start again"),
+  (errno.ENOTDIR, MMapFileNotFoundError, "Not a directory", "put it back and start again"),
+]
+
+
+@pytest.mark.parametrize("code, kind, reason, advice", REASONS, ids=[row[2] for row in REASONS])
+@pytest.mark.parametrize(
+  "function, suffix, action",
+  [
+    ("builtins.open", ".idx", read_header),
+    ("os.open", ".idx", lambda prefix: map_file(prefix + ".idx")),
+    ("os.stat", ".bin", lambda prefix: FileIdentity.of(prefix + ".bin")),
+  ],
+  ids=["read_header", "map_file", "FileIdentity"],
+)
+def test_an_error_of_the_system_names_file_reason_and_advice(
+  prefix, monkeypatch, function, suffix, action, code, kind, reason, advice
+):
+  with monkeypatch.context() as patch, pytest.raises(kind) as caught:
+    failing(patch, function, code)
+    action(prefix)
+  error, path = caught.value, prefix + suffix
+  assert one_sentence(error) == f"{path} cannot be read ({reason}); {advice}."
+  assert (error.errno, error.strerror, error.filename) == (code, reason, path)
+  assert isinstance(error, FileNotFoundError) is (kind is MMapFileNotFoundError) and isinstance(error, OSError)
+  assert str(pickle.loads(pickle.dumps(error))) == str(error), "as it comes from a worker process"
+
+
+def test_a_half_that_cannot_be_looked_at_is_not_a_missing_one(prefix, monkeypatch):
+  with monkeypatch.context() as patch, pytest.raises(MMapReadError) as caught:
+    failing(patch, "os.stat", errno.EACCES)
+    library.check_pair(prefix)
+  assert "data.idx cannot be read (Permission denied)" in one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("function", ["os.open", "os.fstat", "os.pread"])
+@pytest.mark.parametrize("code, kind, reason, advice", REASONS[:3], ids=[row[2] for row in REASONS[:3]])
+def test_bin_that_cannot_be_read_any_more(prefix, monkeypatch, function, code, kind, reason, advice):
+  dataset = MMapIndexedDataset(prefix)
+  with monkeypatch.context() as patch, pytest.raises(kind) as caught:
+    failing(patch, function, code)
+    dataset.get(0)
+  failure = "cannot be read" if function == "os.pread" else "cannot be opened any more"
+  assert one_sentence(caught.value) == f"{prefix}.bin {failure} ({reason}); {advice}."
+  assert dataset[0].tolist() == [0, 1, 2], "the descriptor was given back"
 
 
 def test_bin_that_was_replaced_after_it_was_read_is_still_the_old_one(prefix):
@@ -615,9 +725,56 @@ def test_writer_that_cannot_name_its_files_leaves_no_temporary_and_no_mixture(pr
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(library.os, "replace", fail)
-  with pytest.raises(OSError, match="No space left"), IndexedDatasetWriter(prefix, np.uint16) as writer:
+  with pytest.raises(MMapError) as caught, IndexedDatasetWriter(prefix, np.uint16) as writer:
     writer.add_document([1])
+  assert one_sentence(caught.value).startswith(f"cannot write {prefix}.bin: No space left on device; ")
   assert os.listdir(tmp_path) == ["data.bin"] and Path(prefix + ".bin").read_bytes() == tokens
+
+
+FULL = """
+import resource, sys
+import numpy as np
+from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapError
+prefix, documents, tokens, limit = sys.argv[1], *map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+  with IndexedDatasetWriter(prefix, np.int32) as writer:
+    for _ in range(documents):
+      writer.add_document([1] * tokens)
+except MMapError as error:
+  print(error)
+"""
+
+
+@pytest.mark.parametrize(
+  "documents, tokens, limit, suffix",
+  [(1000, 1000, 100_000, ".bin"), (1, 1000, 100, ".bin"), (1000, 1, 5000, ".idx")],
+  ids=["while it writes", "when it closes", "in the index"],
+)
+def test_writer_on_a_full_disk_says_so_and_leaves_nothing(tmp_path, documents, tokens, limit, suffix):
+  command = [sys.executable, "-c", FULL, str(tmp_path / "data"), *map(str, (documents, tokens, limit))]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+  message = f"cannot write {tmp_path}/data{suffix}: File too large; give a writable folder with room.\n"
+  assert (done.stdout, done.stderr) == (message, "") and os.listdir(tmp_path) == []
+
+
+def test_writer_in_a_folder_that_cannot_be_made(tmp_path):
+  (tmp_path / "file").write_text("not a folder")
+  message = refusal(IndexedDatasetWriter, tmp_path / "file" / "data", np.uint16)
+  assert message.startswith(f"cannot write {tmp_path}/file/data.bin: ")
+
+
+def test_files_of_a_killed_writer_are_no_dataset(prefix, tmp_path, monkeypatch):
+  writer = IndexedDatasetWriter(tmp_path / "books", np.uint16)
+  writer.add_document([1])
+  failing(monkeypatch, "os.replace", errno.EIO)
+  refusal(writer.close)
+  pid = os.getpid()
+  found = sorted(os.listdir(tmp_path))
+  assert found == [f".books.bin.{pid}.tmp", f".books.idx.{pid}.tmp", "data.bin", "data.idx"]
+  assert utils.resolve_shard_prefixes(str(tmp_path)) == [prefix]
+  writer.abort()
+  assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx"]
 
 
 def test_writer_never_shows_new_tokens_under_an_old_index(prefix, monkeypatch):
@@ -652,6 +809,19 @@ def test_append_takes_tokens_and_not_stray_bytes(tmp_path):
     writer.append(str(tmp_path / "a"))
     writer.add_document([3])
   assert [tokens.tolist() for tokens in MMapIndexedDataset(str(tmp_path / "joined"))[:]] == [[1, 2], [3]]
+
+
+def test_append_refuses_tokens_that_go_away(tmp_path, monkeypatch):
+  source = write_pair(tmp_path / "a", index_bytes([2]), [1, 2])
+  scan = MMapIndexedDataset.scan
+  monkeypatch.setattr(MMapIndexedDataset, "scan", lambda self: (scan(self), os.truncate(source + ".bin", 4))[0])
+
+  def write():
+    with IndexedDatasetWriter(tmp_path / "joined", np.int32) as writer:
+      writer.append(source)
+
+  assert "a.bin was changed while it is in use" in refusal(write)
+  assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
 def test_append_refuses_gaps_and_another_dtype(tmp_path):

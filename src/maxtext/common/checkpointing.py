@@ -36,12 +36,18 @@ def load_state_if_possible(checkpoint_manager, data_iterator, *args, step: int =
     found = release.latest_step(checkpoint_manager) if step < 0 else step
     if found is not None:
       _check_iterator_state(checkpoint_manager.directory / str(found), iterator)
+      _check_rest(checkpoint_manager.directory / str(found), iterator, kwargs.get("maxtext_config"), found)
+    elif kwargs.get("load_full_state_from_path", args[1] if len(args) > 1 else ""):
+      max_logging.warning(
+          "load_full_state_path restores the step but not the data's position: the data starts at sample 0 of its order. "
+          "To continue the data too, resume with the run_name of the saved run."
+      )
   return _released_load(checkpoint_manager, data_iterator, *args, step=step, **kwargs)
 
 
 def _check_iterator_state(checkpoint, iterator: GlobalOrderIterator) -> None:
-  folder = checkpoint / "iter"
-  name = f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+  """Raises MMapError unless a checkpoint's data position can be continued."""
+  folder, name = checkpoint / "iter", _state_name()
   if not folder.exists():
     raise MMapError(
         f"{checkpoint} has no data iterator state (no 'iter' folder), so the data would start again at sample 0; start a "
@@ -56,6 +62,21 @@ def _check_iterator_state(checkpoint, iterator: GlobalOrderIterator) -> None:
   state = json.loads((folder / name).read_text())
   check_state(state, iterator.order)
   max_logging.log(f"Data continues at sample {state['next_sample']} of the global order ({folder / name}).")
+
+
+def _check_rest(checkpoint, iterator: GlobalOrderIterator, config, step: int) -> None:
+  """Raises MMapError if the order ends before the steps that are left; the batch size may have changed since."""
+  position = json.loads((checkpoint / "iter" / _state_name()).read_text())["next_sample"]
+  batch, available = iterator.global_batch_size, iterator.available_samples
+  if config is not None and position + (config.steps - step - 1) * batch > available:
+    raise MMapError(
+        f"{checkpoint} continues at sample {position}, and {config.steps - step - 1} more steps of {batch} samples read "
+        f"past the {available} of the order; lower steps, or start a new run_name."
+    )
+
+
+def _state_name() -> str:
+  return f"process_{jax.process_index()}-of-{jax.process_count()}.json"
 
 
 # restore_lora and others of the release call it in this module.

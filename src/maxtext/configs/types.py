@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, Field, model_validator
 
 from maxtext._release.configs import types as release
+from maxtext.input_pipeline import _mmap_config
 
 if TYPE_CHECKING:  # a type checker cannot read the next line
   from maxtext._release.configs.types import *  # noqa: F403
 globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
-
-
-MEGATRON_TYPES = ("mmap", "mmap_npy")
 
 
 class MegatronDataset(BaseModel):
@@ -35,9 +33,8 @@ class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
   @classmethod
   def require_megatron_dataset(cls, data: Any) -> Any:
     """Says that a dataset is missing before the release says it of its own file types, or of an empty value."""
-    if isinstance(data, dict) and data.get("dataset_type") == "grain" and data.get("grain_file_type") in MEGATRON_TYPES:
-      from maxtext.input_pipeline import _mmap_config
-
+    megatron = isinstance(data, dict) and data.get("grain_file_type") in _mmap_config.FILE_TYPES
+    if megatron and data.get("dataset_type") == "grain":
       _mmap_config.require_files(data)
       if isinstance(data.get("mmap_npy_split"), (int, float)):
         return {**data, "mmap_npy_split": str(data["mmap_npy_split"])}  # one share, which YAML reads as a number
@@ -47,9 +44,7 @@ class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
   @model_validator(mode="after")
   def validate_megatron_dataset(self) -> Self:
     """Checks the keys of a Megatron dataset; what only its files can tell is checked when they are opened."""
-    if self.dataset_type == release.DatasetType.GRAIN and self.grain_file_type in MEGATRON_TYPES:
-      from maxtext.input_pipeline import _mmap_config  # lazy: other datasets need none of it
-
+    if self.dataset_type == release.DatasetType.GRAIN and self.grain_file_type in _mmap_config.FILE_TYPES:
       _mmap_config.validate(self)
     return self
 

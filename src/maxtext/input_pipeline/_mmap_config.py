@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from maxtext.input_pipeline import _mmap_datasource as datasource
-from maxtext.input_pipeline import _mmap_index_utils as index_utils
-from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
+from maxtext.input_pipeline._mmap_files import MMapError
 
 FILE_TYPES = ("mmap", "mmap_npy")
 _MODES = (
@@ -14,6 +12,8 @@ _MODES = (
     "enable_rampup_batch_size",
     "grain_use_elastic_iterator",
     "colocated_python_data_input",
+    "enable_emergency_checkpoint",  # these two save no iterator state
+    "enable_multi_tier_checkpointing",
 )
 
 
@@ -58,6 +58,8 @@ def validate(config) -> None:
 
 
 def _check_split(config) -> None:
+  from maxtext.input_pipeline import _mmap_index_utils as index_utils
+
   if config.mmap_npy_split:
     try:
       shares = index_utils.parse_split(config.mmap_npy_split)
@@ -96,6 +98,8 @@ def _check_modes(config) -> None:
 
 
 def _check_files(key: str, text: str) -> None:
+  from maxtext.input_pipeline import _mmap_datasource as datasource  # here, since every run imports this module
+
   entries = datasource.parse_entries(text, key)
   for entry, _ in entries:
     datasource.parse_npy_entry(entry, key)

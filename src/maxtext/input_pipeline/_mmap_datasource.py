@@ -7,10 +7,15 @@ file type are still the release's.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import logging
 import math
+import os
+import shutil
+import tempfile
+from typing import NamedTuple
 
 import grain.python as grain
 import numpy as np
@@ -24,6 +29,7 @@ from maxtext._release.input_pipeline._mmap_datasource import (
 )
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
+from maxtext.input_pipeline._mmap_files import FileIdentity
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_index_utils import resolve_dataset
 from maxtext.input_pipeline._mmap_indexed_dataset import (
@@ -135,8 +141,8 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   """The samples of one Megatron dataset in Megatron's order.
 
   Element i is {"text": int32[seq_length + 1]}, the tokens that megatron-core's GPTDataset returns for i. Nothing is
-  inserted. A read takes the bytes of the sample and no more. Threads may share a source; it pickles by description,
-  and a worker process opens the files anew.
+  inserted. A read takes the bytes of the sample and no more. Threads may share a source; it pickles by the paths of its
+  files, which a worker process maps without checking them again, after a look whether they are the same.
 
   Args:
     npy_dir: folder of index files.
@@ -167,28 +173,24 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
       write: bool | None = None,
   ):
     prefix = resolve_dataset(bin_paths)
-    self._arguments = (npy_dir, bin_paths, eod_id, seq_length, split_sentences, expected_hash, prebuilt_indices)
-    self._request = request
     self._dataset = MMapIndexedDataset(prefix)
-    self._bin_path = prefix + ".bin"
+    self._bin_path, self._idx_file = prefix + ".bin", FileIdentity.of(prefix + ".idx")
     self._seq_length, self._eod_id = seq_length, eod_id
     self.index: cache.Index | None = None
-    check = functools.partial(self._check_layout, split_sentences) if write is not False else None  # not in every worker
+    check = functools.partial(self._check_layout, split_sentences)
+    self._paths: tuple[str, ...] | None = None
     if request is not None:
       self.index = cache.open_index(npy_dir, prefix, request, write, check=check)
-      arrays = self.index.arrays
+      arrays, self._paths = self.index.arrays, self.index.paths
     else:
-      facts = dataclasses.asdict(self._dataset.scan())
-      if check:
-        check(facts)
+      check(dataclasses.asdict(self._dataset.scan()))
       if prebuilt_indices is not None:
         arrays = prebuilt_indices
         cache.check_ranges(arrays, len(self._dataset), "prebuilt_indices")
       else:
-        _, arrays = cache.open_triplet(npy_dir, expected_hash, len(self._dataset))
+        self._paths, arrays = cache.open_triplet(npy_dir, expected_hash, len(self._dataset))
     self._document_index, self._sample_index, self._shuffle_index = arrays
-    if check:
-      self._check_eod(split_sentences)
+    self._check_eod(split_sentences)
     if request is None:
       self._check_seq_length(npy_dir)
 
@@ -267,7 +269,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
     finally:
       DESCRIPTORS.release(self._dataset.bin_file)
     if filled < 0:
-      raise self._failed_read(sample, -1 - filled)
+      filled = self._read_by_piece(sample, raw)
     count = filled // dtype.itemsize
     if count > wanted or count < wanted and sample != len(self._sample_index) - 2:  # the last may be partial
       raise MMapError(
@@ -280,26 +282,83 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
       raise MMapError(f"{self._bin_path}: sample {sample} has token ids outside int32; MaxText's tokens are int32.")
     return tokens.astype(np.int32)
 
-  def _failed_read(self, sample: int, entry: int) -> MMapError:
-    """Finds out why a piece could not be read."""
-    sequence = int(self._document_index[entry])
-    size = int(self._dataset.sizes[sequence])
-    try:
-      self._dataset.get(sequence, max(size - 1, 0))  # the last token is there only if the file is whole
-    except MMapError as error:
-      return error
-    return MMapError(
-        f"{self._bin_path}: sample {sample} ends outside sequence {sequence}, which has {size} tokens; the dataset was "
-        "replaced or the indices are damaged, start again."
-    )
+  def _read_by_piece(self, sample: int, raw: np.ndarray) -> int:
+    """Reads a sample piece by piece, which retries interrupted calls and tells what is wrong; returns the bytes read."""
+    (document, offset), (last, end) = self._sample_index[sample].tolist(), self._sample_index[sample + 1].tolist()
+    filled = 0
+    for entry in range(document, last + 1):
+      sequence = int(self._document_index[entry])
+      stop = end + 1 if entry == last else int(self._dataset.sizes[sequence])
+      room = (len(raw) - filled) // self._dataset.header.dtype.itemsize
+      try:
+        piece = self._dataset.get(sequence, offset, min(stop - offset, room)).view(np.uint8)
+      except IndexError as error:
+        raise MMapError(
+            f"{self._bin_path}: sample {sample} lies outside the dataset ({error}); the dataset was replaced or the "
+            "indices are damaged, start again."
+        ) from error
+      raw[filled : filled + len(piece)] = piece
+      filled, offset = filled + len(piece), 0
+    return filled
 
   def __reduce__(self):
-    return _reopen, (self._arguments, self._request)
+    return _reopen, (self._shipped(),)
+
+  def _shipped(self) -> _Shipped:
+    """Says what a worker process needs; arrays that are in memory only are written to a temporary folder, once."""
+    arrays = (self._document_index, self._sample_index, self._shuffle_index)
+    if self._paths is None:
+      folder = tempfile.mkdtemp(prefix="maxtext-indices-")
+      atexit.register(shutil.rmtree, folder, ignore_errors=True)
+      self._paths = tuple(os.path.join(folder, f"{name}.npy") for name in cache.ARRAYS)
+      for path, array in zip(self._paths, arrays, strict=True):
+        cache.save_array(path, array)
+    shapes = tuple((array.dtype.str, array.shape) for array in arrays)
+    files = (self._dataset.bin_file, self._idx_file)
+    return _Shipped(self._dataset.path_prefix, files, self._paths, shapes, self._eod_id, self._seq_length)
 
 
-def _reopen(arguments, request) -> MegatronNpyDataSource:
-  """Opens a source in a worker process, which never writes."""
-  return MegatronNpyDataSource(*arguments, request=request, write=False)
+class _Shipped(NamedTuple):
+  """A source as it goes to a worker process.
+
+  Attributes:
+    prefix: of the dataset.
+    files: its `.bin` and `.idx` as the source opened them.
+    paths, shapes: index files, and dtype and shape of their arrays.
+    eod_id, seq_length: see `MegatronNpyDataSource`.
+  """
+
+  prefix: str
+  files: tuple[FileIdentity, ...]
+  paths: tuple[str, ...]
+  shapes: tuple[tuple[str, tuple[int, ...]], ...]
+  eod_id: int
+  seq_length: int
+
+
+def _reopen(shipped: _Shipped) -> MegatronNpyDataSource:
+  """Opens a source in a worker process.
+
+  Raises:
+    MMapError: if a file is not the one that the sending process had opened.
+  """
+  source = MegatronNpyDataSource.__new__(MegatronNpyDataSource)
+  source._dataset = MMapIndexedDataset(shipped.prefix)
+  source._bin_path = shipped.prefix + ".bin"
+  source._idx_file = FileIdentity.of(shipped.prefix + ".idx")
+  for then, now in zip(shipped.files, (source._dataset.bin_file, source._idx_file), strict=True):
+    if (then.size, then.mtime_ns) != (now.size, now.mtime_ns):
+      raise MMapError(f"{now.path} was changed since the run opened it; start again with the dataset as it is to be.")
+  try:
+    arrays = tuple(map(cache.map_array, shipped.paths))
+  except (cache.StaleIndexError, OSError) as error:
+    raise MMapError(f"an index file cannot be used any more: {error}; start again.") from error
+  if tuple((array.dtype.str, array.shape) for array in arrays) != shipped.shapes:
+    raise MMapError(f"{shipped.paths[0]} or a file beside it was changed since the run opened it; start again.")
+  source._document_index, source._sample_index, source._shuffle_index = arrays
+  source._paths, source._eod_id, source._seq_length = shipped.paths, shipped.eod_id, shipped.seq_length
+  source.index = None
+  return source
 
 
 def create_mmap_npy_source(

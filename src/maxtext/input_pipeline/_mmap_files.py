@@ -7,7 +7,10 @@ NumPy only.
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator
+import contextlib
 import ctypes
+import errno
 import os
 import threading
 from typing import NamedTuple
@@ -19,9 +22,43 @@ import numpy as np
 class MMapError(ValueError):
   """A dataset, an index file or a config key that cannot be used; the message is one sentence for the user."""
 
+  __str__ = Exception.__str__  # OSError, a base of some, would print errno and file name in place of the message
+
 
 class MMapFileNotFoundError(MMapError, FileNotFoundError):
   """A dataset or index file that is not there."""
+
+
+class MMapReadError(MMapError, OSError):
+  """A dataset or index file that is there and cannot be read, or ends too early."""
+
+
+_ADVICE = {
+    errno.ENOENT: "put it back and start again",
+    errno.ENOTDIR: "put it back and start again",
+    errno.EACCES: "give this user the right to read it",
+    errno.EPERM: "give this user the right to read it",
+    errno.EMFILE: "raise the limit of open files (ulimit -n) and start again",
+}
+
+
+@contextlib.contextmanager
+def reading(path: str, failure: str = "cannot be read") -> Iterator[None]:
+  """Turns an OSError about a file into MMapFileNotFoundError or MMapReadError, with its errno, strerror and filename."""
+  try:
+    yield
+  except OSError as error:
+    raise unreadable(path, error, failure) from error
+
+
+def unreadable(path: str, error: OSError, failure: str = "cannot be read") -> MMapFileNotFoundError | MMapReadError:
+  """The error for a file that the system refuses to open or read."""
+  missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+  reason = error.strerror or str(error)
+  advice = _ADVICE.get(error.errno or 0, "check its disk or network mount and start again")
+  found = (MMapFileNotFoundError if missing else MMapReadError)(f"{path} {failure} ({reason}); {advice}.")
+  found.errno, found.strerror, found.filename = error.errno, reason, path
+  return found
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,18 +73,22 @@ def map_file(path: str) -> np.ndarray:
 
   Unlike np.memmap, which keeps a duplicate of the descriptor, a mapping holds no open file: a blend of many
   datasets must not run into the limit of open files.
+
+  Raises:
+    MMapFileNotFoundError, MMapReadError: both are OSError too.
   """
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    size = os.fstat(descriptor).st_size
-    if not size:
-      return np.empty(0, np.uint8)
-    address = _libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
-  finally:
-    os.close(descriptor)
-  if address == _MAP_FAILED:
-    code = ctypes.get_errno()
-    raise OSError(code, os.strerror(code), path)
+  with reading(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+      size = os.fstat(descriptor).st_size
+      if not size:
+        return np.empty(0, np.uint8)
+      address = _libc.mmap(None, size, _PROT_READ, _MAP_SHARED, descriptor, 0)
+      code = ctypes.get_errno()
+    finally:
+      os.close(descriptor)
+    if address == _MAP_FAILED:
+      raise OSError(code, os.strerror(code), path)
   buffer = (ctypes.c_uint8 * size).from_address(address)
   weakref.finalize(buffer, _libc.munmap, address, size).atexit = False
   view = np.frombuffer(buffer, np.uint8)
@@ -65,7 +106,8 @@ class FileIdentity(NamedTuple):
 
   @classmethod
   def of(cls, path: str) -> FileIdentity:
-    status = os.stat(path)
+    with reading(path):
+      status = os.stat(path)
     return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
@@ -113,17 +155,23 @@ class DescriptorPool:
 
 
 def _open_unchanged(file: FileIdentity) -> int:
-  try:
+  with reading(file.path, "cannot be opened any more"):
     descriptor = os.open(file.path, os.O_RDONLY)
-  except OSError as error:
-    raise MMapError(f"{file.path} cannot be opened any more ({error.strerror}); put it back and start again.") from error
-  status = os.fstat(descriptor)
+    try:
+      status = os.fstat(descriptor)
+    except OSError:
+      os.close(descriptor)
+      raise
   # Not the inode: some network file systems give a file another one at every look-up.
   if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
     os.close(descriptor)
+    if status.st_size != file.size:
+      change = f"it had {file.size} bytes and has {status.st_size} now"
+    else:
+      then, now = np.datetime64(file.mtime_ns, "ns"), np.datetime64(status.st_mtime_ns, "ns")
+      change = f"its modification time was {then} and is {now} now"
     raise MMapError(
-        f"{file.path} was changed while it is in use: it had {file.size} bytes and has {status.st_size} now; start again "
-        "with the dataset as it is to be."
+        f"{file.path} was changed while it is in use: {change}; start again with the dataset as it is to be."
     )
   return descriptor
 

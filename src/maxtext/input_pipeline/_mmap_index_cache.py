@@ -20,8 +20,7 @@ import json
 import logging
 import math
 import os
-import sys
-import threading
+import secrets
 import time
 from typing import Any
 
@@ -37,6 +36,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 STAMPS = "stamps.json"
+_MOST_STAMPS = 1000
 _ABANDONED_AFTER = 3600  # seconds until a temporary file of a process that died is removed
 
 Triplet = tuple[np.ndarray, ...]  # document, sample and shuffle index
@@ -112,21 +112,36 @@ class IndexDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-  """The arrays of one order. `found` says whether they came from `folder`, `saved` whether they are there now."""
+  """The arrays of one order.
+
+  Attributes:
+    description: what they are.
+    arrays: mapped from files, or in memory.
+    found: whether the files were there already.
+    paths: the files, or None if the arrays are in memory only.
+  """
 
   description: IndexDescription
   arrays: Triplet
   found: bool
-  saved: bool
+  paths: tuple[str, ...] | None
+
+  @property
+  def saved(self) -> bool:
+    """Whether the arrays are in files now."""
+    return self.paths is not None
 
 
 class Stamps:
-  """Records about files that stay true while a file keeps its size and times; kept in `stamps.json` of a folder."""
+  """Records about files that stay true while a file keeps its size and times; kept in `stamps.json` of a folder.
+
+  By name without folder, since a folder may be reached by other paths from other machines.
+  """
 
   def __init__(self, folder: str | None):
     self._path = os.path.join(folder, STAMPS) if folder else None
     self._records: dict[str, dict[str, Any]] = {}
-    self._changed = False
+    self.changed = False
     if self._path and os.path.isfile(self._path):
       try:
         with open(self._path, encoding="utf-8") as file:
@@ -138,22 +153,23 @@ class Stamps:
 
   def get(self, path: str) -> dict[str, Any] | None:
     """Returns the record of a file, or None if there is none or the file has changed."""
-    record = self._records.get(os.path.abspath(path))
+    record = self._records.get(os.path.basename(path))
     return record if record and record["stat"] == _stat(path) else None
 
   def put(self, path: str, stat: list[int], **record) -> dict[str, Any]:
     """Keeps a record; `stat` is `_stat(path)` from before the file was read."""
-    self._records[os.path.abspath(path)] = record = {**record, "stat": stat}
-    self._changed = True
+    self._records.pop(os.path.basename(path), None)  # so that the latest are the last
+    self._records[os.path.basename(path)] = record = {**record, "stat": stat}
+    self.changed = True
     return record
 
   def save(self) -> None:
-    if not self._path or not self._changed:
+    if not self._path or not self.changed:
       return
-    self._records = {path: record for path, record in self._records.items() if os.path.exists(path)}
+    self._records = dict(list(self._records.items())[-_MOST_STAMPS:])
     try:
       _save_json(self._path, {"records": self._records, "xxh3_128": _digest_of_json(self._records)})
-      self._changed = False
+      self.changed = False
     except OSError:
       pass
 
@@ -161,12 +177,6 @@ class Stamps:
 def _stat(path: str) -> list[int]:
   status = os.stat(path)
   return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def is_primary_process() -> bool:
-  """Whether this process writes index files: JAX's process 0, or any process that has not imported JAX."""
-  jax = sys.modules.get("jax")
-  return jax is None or jax.process_index() == 0
 
 
 # What an order is built from.
@@ -210,6 +220,8 @@ def describe(
   """
   if request.seq_length < 1:
     raise MMapError(f"the sequence length is {request.seq_length}; expected 1 or more.")
+  if request.num_samples is not None and request.num_samples < 1:
+    raise MMapError(f"{request.num_samples} samples were asked for; expected 1 or more.")
   if not 0 <= request.seed < 2**32:
     raise MMapError(f"the seed is {request.seed}; expected 0 to {2**32 - 1}, as NumPy's generator takes it.")
   prefixes = utils.resolve_shard_prefixes(input_paths)
@@ -271,6 +283,13 @@ def sequence_lengths(input_paths: str | Sequence[str]) -> np.ndarray:
 
 
 def _iterate(input_paths, request: IndexRequest, description: IndexDescription, progress):
+  needed = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in description.expected().values())
+  memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  if needed > memory:
+    raise MMapError(
+        f"the indices of {description.plan.samples} samples ({description.plan.num_epochs} epochs) take {needed} bytes, "
+        f"and this machine has {memory} of memory; ask for fewer samples, or build them on a larger machine."
+    )
   return utils.iter_indices(
       sequence_lengths(input_paths),
       description.longest,
@@ -357,7 +376,7 @@ def _write_atomically(path: str, write) -> None:
   folder, base = os.path.split(path)
   os.makedirs(folder or ".", exist_ok=True)
   _remove_abandoned(folder, base)
-  temporary = os.path.join(folder, f".{base}.{os.getpid()}-{threading.get_ident()}.tmp")
+  temporary = os.path.join(folder, f".{base}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
   try:
     with open(temporary, "wb") as file:
       write(file)
@@ -400,25 +419,33 @@ def open_index(
   description = describe(input_paths, request, stamps=stamps)
   if check is not None:
     check(description.facts[0])
-  write = is_primary_process() if write is None else write
+  paths = tuple(description.paths(folder).values())
   try:
     arrays = load(folder, description, stamps)
-    if write:
+    if stamps.changed and _writes(write):
       stamps.save()
-    return Index(description, arrays, True, True)
+    return Index(description, arrays, True, paths)
   except (FileNotFoundError, NotADirectoryError):
     log.info("%s has no indices for this order; building them (%s).", folder, description.name)
   except StaleIndexError as error:
     log.warning("%s; building the indices again.", error)
   except OSError as error:
     log.warning("%s cannot be read (%s); building the indices again.", error.filename, error.strerror)
-  if not write:
+  if not _writes(write):
     arrays = tuple(array for _, array in _iterate(input_paths, request, description, progress))
-    return Index(description, arrays, False, False)
+    return Index(description, arrays, False, None)
   arrays, error = build_and_save(folder, input_paths, request, description, stamps, progress)
   if error:
     log.warning("Cannot write indices to %s (%s); they stay in memory and every start builds them again.", folder, error)
-  return Index(description, arrays, False, error is None)
+    return Index(description, arrays, False, None)
+  try:
+    return Index(description, tuple(map(map_array, paths)), False, paths)  # mapped: the memory is given back
+  except (StaleIndexError, OSError):  # somebody else was at work in the folder
+    return Index(description, arrays, False, None)
+
+
+def _writes(write: bool | None) -> bool:
+  return utils.is_primary_process() if write is None else write
 
 
 def load(folder: str, description: IndexDescription, stamps: Stamps) -> Triplet:
@@ -477,7 +504,7 @@ def map_array(path: str) -> np.ndarray:
   return raw[start:].view(dtype).reshape(shape)
 
 
-def open_triplet(folder: str, name: str | None, num_sequences: int) -> tuple[str, Triplet]:
+def open_triplet(folder: str, name: str | None, num_sequences: int) -> tuple[tuple[str, ...], Triplet]:
   """Maps the three arrays of a folder by name, or the only ones there, checking every value against the dataset.
 
   Args:
@@ -493,7 +520,7 @@ def open_triplet(folder: str, name: str | None, num_sequences: int) -> tuple[str
     raise MMapFileNotFoundError(f"{folder} is not a folder; expected one with index files.")
   if name is None:
     name = _only_order(folder)
-  paths = [os.path.join(folder, f"{name}-{array}.npy") for array in ARRAYS]
+  paths = tuple(os.path.join(folder, f"{name}-{array}.npy") for array in ARRAYS)
   for path in paths:
     if not os.path.isfile(path):
       raise MMapFileNotFoundError(f"{path} is missing; build the indices again.")
@@ -502,7 +529,7 @@ def open_triplet(folder: str, name: str | None, num_sequences: int) -> tuple[str
   except StaleIndexError as error:
     raise MMapError(f"{error}; build the indices again.") from error
   check_ranges(arrays, num_sequences, folder)
-  return name, arrays
+  return paths, arrays
 
 
 def _only_order(folder: str) -> str:

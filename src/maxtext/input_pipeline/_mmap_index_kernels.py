@@ -29,7 +29,10 @@ _pread = types.ExternalFunction("pread", types.intp(types.intc, types.voidptr, t
 
 
 def _jit(function):
-  return numba.njit(function, cache=True, nogil=True)
+  try:
+    return numba.njit(function, cache=True, nogil=True)
+  except RuntimeError:  # no folder for compiled code can be written: compile in every process
+    return numba.njit(function, nogil=True)
 
 
 @intrinsic

@@ -14,6 +14,7 @@ import functools
 import glob
 import math
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -359,10 +360,12 @@ def compute_blend_buffers(num_samples: int, weights: Sequence[float], margin: fl
 
 
 def is_primary_process() -> bool:
-  """Whether this process writes index files: JAX's process 0, or any process without JAX."""
-  from maxtext.input_pipeline import _mmap_index_cache as cache  # pylint: disable=import-outside-toplevel
-
-  return cache.is_primary_process()
+  """Whether this process writes index files: JAX's process 0, or any process that has not imported JAX."""
+  jax = sys.modules.get("jax")
+  try:
+    return jax is None or jax.process_index() == 0
+  except RuntimeError:  # its accelerator belongs to another process, so no run is under way here
+    return True
 
 
 def build_indices(

@@ -17,14 +17,25 @@ Source: the writer and reader of megatron-core, `megatron/core/datasets/indexed_
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import os
+import stat
 import struct
 
 import numpy as np
 
-from maxtext.input_pipeline._mmap_files import DESCRIPTORS, FileIdentity, MMapError, MMapFileNotFoundError, map_file
+from maxtext.input_pipeline._mmap_files import (
+    DESCRIPTORS,
+    FileIdentity,
+    MMapError,
+    MMapFileNotFoundError,
+    MMapReadError,
+    map_file,
+    reading,
+    unreadable,
+)
 
 MMAP_INDEX_MAGIC = b"MMIDIDX\x00\x00"
 MMAP_INDEX_MAGIC_LEN = len(MMAP_INDEX_MAGIC)
@@ -102,8 +113,8 @@ class IndexFacts:
 
 
 def check_pair(prefix: str) -> None:
-  """Raises MMapFileNotFoundError unless both `prefix.idx` and `prefix.bin` exist."""
-  missing = [suffix for suffix in (".idx", ".bin") if not os.path.isfile(prefix + suffix)]
+  """Raises MMapFileNotFoundError unless both `prefix.idx` and `prefix.bin` exist; MMapReadError if that is unknown."""
+  missing = [suffix for suffix in (".idx", ".bin") if not _is_file(prefix + suffix)]
   if len(missing) == 2:
     raise MMapFileNotFoundError(
         f"{prefix}: found neither {prefix}.idx nor {prefix}.bin; give the path of a dataset without suffix."
@@ -114,15 +125,25 @@ def check_pair(prefix: str) -> None:
     )
 
 
+def _is_file(path: str) -> bool:
+  """Like os.path.isfile, but a file that cannot be looked at (no permission, say) is an error and not a missing file."""
+  try:
+    with reading(path):
+      return stat.S_ISREG(os.stat(path).st_mode)
+  except MMapFileNotFoundError:
+    return False
+
+
 def read_header(prefix: str) -> IndexHeader:
   """Reads and checks the header of `prefix.idx` against the size of the file.
 
   Raises:
-    MMapError: for anything that is not a text dataset's index of integer tokens, whole and without extra bytes.
+    MMapError: for anything that is not a text dataset's index of integer tokens, whole and without extra bytes,
+      and for a file that cannot be read.
   """
   path = prefix + ".idx"
-  size = os.path.getsize(path)
-  with open(path, "rb") as file:
+  with reading(path), open(path, "rb") as file:
+    size = os.fstat(file.fileno()).st_size
     raw = file.read(MMAP_INDEX_HEADER_SIZE)
   magic = raw[:MMAP_INDEX_MAGIC_LEN]
   if magic != MMAP_INDEX_MAGIC[: len(magic)] or not magic:
@@ -173,7 +194,7 @@ def _count_documents(path: str, size: int, num_sequences: int, entries: int) -> 
 
 def _is_multimodal(path: str, num_sequences: int, end: int) -> bool:
   """Whether the document index already ends at `end`, and what follows is not its last entry."""
-  with open(path, "rb") as file:
+  with reading(path), open(path, "rb") as file:
     file.seek(max(end - 8, 0))
     before, after = struct.unpack("<qq", file.read(16))
   return before == num_sequences and after != num_sequences
@@ -192,8 +213,8 @@ class MMapIndexedDataset:
     MMapError: if a file is missing or its header does not fit its size. The arrays are checked by `scan`.
   """
 
-  def __init__(self, path_prefix: str):
-    self.path_prefix = path_prefix
+  def __init__(self, path_prefix: str | os.PathLike[str]):
+    self.path_prefix = path_prefix = os.fspath(path_prefix)
     check_pair(path_prefix)
     self.header = read_header(path_prefix)
     self.bin_file = FileIdentity.of(path_prefix + ".bin")
@@ -318,7 +339,7 @@ class MMapIndexedDataset:
 
     Raises:
       IndexError: outside the dataset or the sequence.
-      MMapError: if `.bin` is shorter than its index says.
+      MMapReadError: if `.bin` is shorter than its index says, or cannot be read.
     """
     row = idx + len(self) if idx < 0 else idx
     if not 0 <= row < len(self):
@@ -337,6 +358,8 @@ class MMapIndexedDataset:
       data = os.pread(descriptor, wanted, position)
       while 0 < len(data) < wanted and (more := os.pread(descriptor, wanted - len(data), position + len(data))):
         data += more
+    except OSError as error:
+      raise unreadable(self.bin_file.path, error) from error
     finally:
       DESCRIPTORS.release(self.bin_file)
     if len(data) != wanted:
@@ -345,7 +368,10 @@ class MMapIndexedDataset:
 
   def __getitem__(self, idx):
     if isinstance(idx, slice):
-      return [self.get(row) for row in range(*idx.indices(len(self)))]
+      start, stop, step = idx.indices(len(self))
+      if step != 1:
+        raise MMapError(f"{self.path_prefix}: the slice has step {step}; only slices of step 1 can be read.")
+      return [self.get(row) for row in range(start, stop)]
     return self.get(idx)
 
   def close(self) -> None:
@@ -356,9 +382,9 @@ class MMapIndexedDataset:
     return MMapIndexedDataset, (self.path_prefix,)
 
 
-def _short_read(path: str, position: int, wanted: int, found: int) -> MMapError:
+def _short_read(path: str, position: int, wanted: int, found: int) -> MMapReadError:
   """The error for a `.bin` that ends before the bytes its index promises."""
-  return MMapError(
+  return MMapReadError(
       f"{path} is truncated: {wanted} bytes were expected at byte {position} and {found} were there; the file has "
       f"{os.path.getsize(path) if os.path.exists(path) else 0} bytes now, copy it again."
   )
@@ -381,16 +407,22 @@ class IndexedDatasetWriter:
   Args:
     path_prefix: path of the pair without suffix; its folder is made.
     dtype: an integer dtype of `DTYPE_CODES`.
+
+  Raises:
+    MMapError: here and from every method: for tokens that do not fit the dtype, and files that cannot be written.
   """
 
-  def __init__(self, path_prefix: str, dtype):
+  def __init__(self, path_prefix: str | os.PathLike[str], dtype):
+    self.path_prefix = path_prefix = os.fspath(path_prefix)
     self.dtype = np.dtype(dtype).newbyteorder("<")
     if self.dtype.type not in DTYPE_CODES_INV or self.dtype.kind == "f":
       raise MMapError(f"{path_prefix}: cannot write {self.dtype.name} tokens; use an integer type of the format.")
-    self.path_prefix = path_prefix
-    os.makedirs(os.path.dirname(path_prefix) or ".", exist_ok=True)
-    self._temporary = f"{path_prefix}.{os.getpid()}.tmp"
-    self._bin = open(self._temporary + ".bin", "wb")  # noqa: SIM115  open until close()
+    folder, base = os.path.split(path_prefix)
+    # Neither ends in .idx: what a killed process leaves must not be taken for a dataset.
+    self._temporary = {end: os.path.join(folder, f".{base}{end}.{os.getpid()}.tmp") for end in (".bin", ".idx")}
+    with self._writing(".bin"):
+      os.makedirs(folder or ".", exist_ok=True)
+      self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115  open until close()
     self._lengths = _Column(np.int32)
     self._documents = _Column(np.int64)
     self._documents.extend([0])
@@ -403,8 +435,22 @@ class IndexedDatasetWriter:
     array = np.asarray(tokens)
     if array.size and (array.min() < np.iinfo(self.dtype).min or array.max() > np.iinfo(self.dtype).max):
       raise MMapError(f"{self.path_prefix}: tokens {array.min()} to {array.max()} do not fit {self.dtype.name}.")
-    self._bin.write(np.ascontiguousarray(array, self.dtype).tobytes())
+    self._write_bytes(np.ascontiguousarray(array, self.dtype).tobytes())
     return array.size
+
+  def _write_bytes(self, data: bytes) -> None:
+    with self._writing(".bin"):
+      self._bin.write(data)
+
+  @contextlib.contextmanager
+  def _writing(self, suffix: str) -> Iterator[None]:
+    """Turns an OSError into an MMapError that names the file."""
+    try:
+      yield
+    except OSError as error:
+      raise MMapError(
+          f"cannot write {self.path_prefix}{suffix}: {error.strerror or error}; give a writable folder with room."
+      ) from error
 
   def end_document(self) -> None:
     """Ends the current document, which may have no sequence at all."""
@@ -440,33 +486,38 @@ class IndexedDatasetWriter:
       raise MMapError(f"{other}.idx has gaps between its sequences; only a dataset without gaps can be appended.")
     self._documents.extend(dataset.doc_idx[1:] + len(self._lengths))
     self._lengths.extend(dataset.sizes)
-    with open(other + ".bin", "rb") as source:
-      for first in range(0, facts.end, 1 << 24):  # and no stray bytes
-        self._bin.write(source.read(min(1 << 24, facts.end - first)))
+    piece = 1 << 22
+    for first in range(0, facts.tokens, piece):  # and no stray bytes
+      tokens = dataset.read_bytes(first * self.dtype.itemsize, min(piece, facts.tokens - first))
+      self._write_bytes(tokens.tobytes())
+    dataset.close()
 
   def close(self) -> None:
     """Writes `.idx` and gives both files their names; `.idx` last, since readers look for it first."""
-    self._bin.close()
+    with self._writing(".bin"):
+      self._bin.close()
     lengths, documents = self._lengths.array(), self._documents.array()
     offsets = np.zeros(len(lengths), np.int64)
     np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
     offsets *= self.dtype.itemsize
-    with open(self._temporary + ".idx", "wb") as file:
+    with self._writing(".idx"), open(self._temporary[".idx"], "wb") as file:
       code = DTYPE_CODES_INV[self.dtype.type]
       file.write(MMAP_INDEX_MAGIC + struct.pack("<QBQQ", MMAP_INDEX_VERSION, code, len(lengths), len(documents)))
       for column in (lengths, offsets, documents):
         file.write(column.tobytes())
-    with contextlib.suppress(FileNotFoundError):
+    with self._writing(".idx"), contextlib.suppress(FileNotFoundError):
       os.remove(self.path_prefix + ".idx")  # of an older dataset: it must never stand beside the new tokens
-    os.replace(self._temporary + ".bin", self.path_prefix + ".bin")
-    os.replace(self._temporary + ".idx", self.path_prefix + ".idx")
+    for suffix, temporary in self._temporary.items():
+      with self._writing(suffix):
+        os.replace(temporary, self.path_prefix + suffix)
 
   def abort(self) -> None:
     """Removes what was written."""
-    self._bin.close()
-    for suffix in (".bin", ".idx"):
-      if os.path.exists(self._temporary + suffix):
-        os.remove(self._temporary + suffix)
+    with contextlib.suppress(OSError):  # closing writes what is buffered, which fails again on a full disk
+      self._bin.close()
+    for temporary in self._temporary.values():
+      with contextlib.suppress(OSError):
+        os.remove(temporary)
 
   def __enter__(self):
     return self

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing import resource_tracker
 import os
 import threading
 from typing import Any
@@ -22,6 +23,19 @@ def _end_with_parent(worker_index: int, worker_count: int) -> None:
   parent = multiprocessing.parent_process()
   if parent is not None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _start_quiet_tracker() -> None:
+  """Starts Python's resource tracker, a process, without its warnings: those about a killed worker would come last."""
+  before = os.environ.get("PYTHONWARNINGS")
+  os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
+  try:
+    resource_tracker.ensure_running()
+  finally:
+    if before is None:
+      del os.environ["PYTHONWARNINGS"]
+    else:
+      os.environ["PYTHONWARNINGS"] = before
 
 
 class GlobalOrderDataset(grain.IterDataset):
@@ -72,8 +86,7 @@ class GlobalOrderDataset(grain.IterDataset):
         grain.ReadOptions(num_threads=min(self.threads, self.buffered), prefetch_buffer_size=self.buffered)
     )
     if self.workers:
-      # Python's resource tracker, a process, would report the shared memory of a killed worker below our last line.
-      os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
+      _start_quiet_tracker()
       options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=self.worker_buffer)
       dataset = dataset.mp_prefetch(options, worker_init_fn=_end_with_parent)
     return iter(dataset)
@@ -106,6 +119,15 @@ class GlobalOrderIterator(grain.DatasetIterator):
   def order(self) -> dict[str, Any]:
     """What decides the order, see `describe_order`."""
     return self._dataset.order
+
+  @property
+  def global_batch_size(self) -> int:
+    return self._dataset.global_batch_size
+
+  @property
+  def available_samples(self) -> int:
+    """Samples of the global order."""
+    return len(self._dataset.samples)
 
   def get_state(self) -> dict[str, Any]:
     return {"format": STATE_FORMAT, "next_sample": self._next_sample, "order": self._dataset.order}

@@ -32,23 +32,69 @@ class DataFailureError(MMapError):
 @functools.wraps(_released_iteration)
 def training_loop_iteration(jax_device_state, python_vars, immutable_data):
   """One step of the release's loop; raises DataFailureError where the release would stop quietly."""
+  evaluation = _hold_failures(python_vars, immutable_data["config"])
   try:
-    return _released_iteration(jax_device_state, python_vars, immutable_data)
+    metrics = _released_iteration(jax_device_state, python_vars, immutable_data)
   except exceptions.StopTraining as stop:
     config, step = immutable_data["config"], python_vars["step"]
     cause = stop.__context__
     if not mmap_config.uses_megatron_data(config) or cause is None:
       raise
     saved = ""
-    if step > immutable_data["start_step"] and jax.process_count() == 1:
+    if step > immutable_data["start_step"]:
       saved = _save_last_step(jax_device_state["state"], python_vars, config, step - 1)
     raise DataFailureError(f"Training ended at step {step}: {_sentence(cause)}{saved}") from cause
+  if evaluation is not None and evaluation.failure is not None:
+    config, step, cause = immutable_data["config"], python_vars["step"], evaluation.failure
+    saved = _save_last_step(jax_device_state["state"], python_vars, config, step)
+    raise DataFailureError(f"Training ended in the evaluation after step {step}: {_sentence(cause)}{saved}") from cause
+  return metrics
+
+
+class _HeldFailure:
+  """An evaluation iterator that ends where it would fail, and keeps the failure.
+
+  The release evaluates inside its iteration, which has the new state to itself until it returns.
+  """
+
+  def __init__(self, iterator):
+    self._iterator = iterator
+    self.failure: Exception | None = None
+
+  def reset(self) -> None:
+    self._iterator.reset()
+
+  def __iter__(self):
+    iter(self._iterator)
+    return self
+
+  def __next__(self):
+    try:
+      return next(self._iterator)
+    except StopIteration:
+      raise
+    except Exception as error:
+      self.failure = error
+      raise StopIteration from error
+
+
+def _hold_failures(python_vars, config) -> _HeldFailure | None:
+  """Puts a `_HeldFailure` around the evaluation iterator of a run on Megatron data, once."""
+  iterator = python_vars["eval_data_iterator"]
+  if iterator is None or not mmap_config.uses_megatron_data(config):
+    return None
+  if not isinstance(iterator, _HeldFailure):
+    iterator = python_vars["eval_data_iterator"] = _HeldFailure(iterator)
+  return iterator
 
 
 def _save_last_step(state, python_vars, config, step: int) -> str:
-  """Saves the state after a step, unless it is saved already; returns what to tell the user."""
+  """Saves the state after a step, unless it is saved already; returns what to tell the user.
+
+  Not with several processes: the others may stand in a collective already.
+  """
   manager = python_vars["checkpoint_manager"]
-  if manager is None:
+  if manager is None or jax.process_count() > 1:
     return ""
   checkpointing = release.checkpointing
   checkpointing.wait_until_finished(manager)
