@@ -361,7 +361,7 @@ def test_pickles_by_description(folder, dataset):
 def test_a_worker_neither_builds_nor_writes(folder, dataset):
   data = pickle.dumps(MegatronNpyDataSource(folder, dataset, EOD, 4, request=D1_REQUEST))
   shutil.rmtree(folder)
-  with pytest.raises(MMapError, match="an index file cannot be used any more: .*; start again"):
+  with pytest.raises(MMapError, match="document_index.npy cannot be read .*; put it back and start again"):
     pickle.loads(data)
   assert not os.path.exists(folder)
 

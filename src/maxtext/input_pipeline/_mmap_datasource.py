@@ -351,8 +351,8 @@ def _reopen(shipped: _Shipped) -> MegatronNpyDataSource:
       raise MMapError(f"{now.path} was changed since the run opened it; start again with the dataset as it is to be.")
   try:
     arrays = tuple(map(cache.map_array, shipped.paths))
-  except (cache.StaleIndexError, OSError) as error:
-    raise MMapError(f"an index file cannot be used any more: {error}; start again.") from error
+  except cache.StaleIndexError as error:
+    raise MMapError(f"{error}; it was changed since the run opened it, start again.") from error
   if tuple((array.dtype.str, array.shape) for array in arrays) != shipped.shapes:
     raise MMapError(f"{shipped.paths[0]} or a file beside it was changed since the run opened it; start again.")
   source._document_index, source._sample_index, source._shuffle_index = arrays

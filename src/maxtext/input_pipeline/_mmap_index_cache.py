@@ -29,6 +29,7 @@ import xxhash
 
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline import _mmap_index_utils as utils
+from maxtext.input_pipeline._mmap_files import reading
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError, MMapFileNotFoundError, MMapIndexedDataset, map_file
 
 log = logging.getLogger(__name__)
@@ -488,7 +489,7 @@ def map_array(path: str) -> np.ndarray:
     StaleIndexError: if the file is no `.npy` file or its size does not fit its header.
   """
   try:
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
       major, _ = np.lib.format.read_magic(file)
       read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
       shape, fortran, dtype = read(file)
