@@ -26,7 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
   from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 
   try:
-    summary = convert(options)
+    if options.split_index and not options.split:
+      raise MMapError(f"--split-index {options.split_index} needs --split; name the shares, such as 99,1.")
+    summary = run(options)
   except (MMapError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
@@ -82,7 +84,14 @@ def positive(text: str) -> int:
   return value
 
 
-def convert(options: argparse.Namespace) -> dict:
+def convert(*args, **kwargs):
+  """Builds and writes the indices of one dataset: the library's function, for scripts that import this file."""
+  from maxtext.input_pipeline import _mmap_index_utils
+
+  return _mmap_index_utils.convert(*args, **kwargs)
+
+
+def run(options: argparse.Namespace) -> dict:
   """Builds and writes the indices as `options` say; returns the facts of the closing table."""
   from maxtext.input_pipeline import _mmap_index_cache as cache
   from maxtext.input_pipeline._mmap_index_utils import resolve_dataset

@@ -31,7 +31,7 @@ from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline._mmap_files import FileIdentity
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
-from maxtext.input_pipeline._mmap_index_utils import resolve_dataset
+from maxtext.input_pipeline._mmap_index_utils import resolve_dataset, resolve_shard_prefixes
 from maxtext.input_pipeline._mmap_indexed_dataset import (
   DESCRIPTORS,
   DTYPE_CODES,
@@ -411,3 +411,44 @@ def get_mmap_npy_dataset(
 
 def several_datasets(key: str, count: int) -> str:
   return f"{key} names {count} weighted datasets; blends are not supported yet, name one dataset."
+
+
+# Names of the released module, for those who import them.
+
+
+def _resolve_bin_prefixes(bin_paths) -> list[str]:
+  return resolve_shard_prefixes(bin_paths)
+
+
+def _parse_mmap_npy_spec(spec: str) -> tuple[str, list[str]]:
+  """Returns the index folder and the dataset paths of "npy_dir|path:path..."."""
+  if spec.count("|") != 1:
+    raise MMapError(f"mmap_npy spec must be 'npy_dir|bin_paths', got: {spec!r}")
+  folder, paths = spec.split("|")
+  return folder.strip(), [path.strip() for path in paths.split(":")]
+
+
+def _parse_weighted_mixture(data_file_pattern: str, format_name: str) -> tuple[list[str], list[float]]:
+  """Returns entries and normalised weights of "entry,weight;...", those of weight 0 left out."""
+  try:
+    entries = parse_entries(data_file_pattern)
+  except MMapError as error:
+    raise MMapError(f"Malformed {format_name} mixture: {error}") from error
+  kept = [(entry, weight) for entry, weight in entries if weight]
+  total = np.sum(np.array([weight for _, weight in entries], np.float64))
+  return [entry for entry, _ in kept], [float(weight / total) for _, weight in kept]
+
+
+def _discover_npy_indices(npy_dir: str, expected_hash: str | None = None) -> tuple[str, ...]:
+  """Returns the paths of the document, sample and shuffle index in a folder."""
+  return cache.triplet_paths(npy_dir, expected_hash)
+
+
+def _ensure_npy_indices(
+    npy_dir, bin_paths, num_samples, seq_length, seed=1234, split=None, split_index=0, add_extra_token=1, num_epoch=1
+):
+  """Returns the name of an order, and None if its files were there or the arrays if they had to be built."""
+  epochs = None if num_samples else max(1, num_epoch)
+  request = IndexRequest(seq_length, seed, num_samples or None, epochs, split or "", split_index, add_extra_token)
+  index = cache.open_index(npy_dir, bin_paths, request)
+  return index.description.name, None if index.found else index.arrays

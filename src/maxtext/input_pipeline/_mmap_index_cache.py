@@ -505,6 +505,24 @@ def map_array(path: str) -> np.ndarray:
   return raw[start:].view(dtype).reshape(shape)
 
 
+def triplet_paths(folder: str, name: str | None) -> tuple[str, ...]:
+  """Returns the paths of the three index files of an order, or of the only order in a folder.
+
+  Raises:
+    MMapFileNotFoundError: if a file is not there.
+    MMapError: if there are several orders and no name.
+  """
+  if not os.path.isdir(folder):
+    raise MMapFileNotFoundError(f"{folder} is not a folder; expected one with index files.")
+  if name is None:
+    name = _only_order(folder)
+  paths = tuple(os.path.join(folder, f"{name}-{array}.npy") for array in ARRAYS)
+  for path in paths:
+    if not os.path.isfile(path):
+      raise MMapFileNotFoundError(f"{path} is missing; build the indices again.")
+  return paths
+
+
 def open_triplet(folder: str, name: str | None, num_sequences: int) -> tuple[tuple[str, ...], Triplet]:
   """Maps the three arrays of a folder by name, or the only ones there, checking every value against the dataset.
 
@@ -517,14 +535,7 @@ def open_triplet(folder: str, name: str | None, num_sequences: int) -> tuple[tup
     MMapFileNotFoundError: if the files are not there.
     MMapError: if there are several orders, or an array does not fit.
   """
-  if not os.path.isdir(folder):
-    raise MMapFileNotFoundError(f"{folder} is not a folder; expected one with index files.")
-  if name is None:
-    name = _only_order(folder)
-  paths = tuple(os.path.join(folder, f"{name}-{array}.npy") for array in ARRAYS)
-  for path in paths:
-    if not os.path.isfile(path):
-      raise MMapFileNotFoundError(f"{path} is missing; build the indices again.")
+  paths = triplet_paths(folder, name)
   try:
     arrays = tuple(map_array(path) for path in paths)
   except StaleIndexError as error:
@@ -541,7 +552,8 @@ def _only_order(folder: str) -> str:
   if not names:
     raise MMapFileNotFoundError(f"{folder} holds no set of document, sample and shuffle index files.")
   if len(names) > 1:
-    raise MMapError(f"{folder} holds {len(names)} orders ({', '.join(sorted(names)[:3])}, ...); name one of them.")
+    some = ", ".join(sorted(names)[:3])
+    raise MMapError(f"Ambiguous NPY directory: {folder} holds {len(names)} orders ({some}, ...); name one of them.")
   return names.pop()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+import datetime
 import functools
 import glob
 import math
@@ -42,7 +43,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 # Finding datasets.
 
 
-def resolve_shard_prefixes(paths: str | Sequence[str]) -> list[str]:
+def resolve_shard_prefixes(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
   """Finds the datasets that paths name.
 
   Args:
@@ -55,7 +56,8 @@ def resolve_shard_prefixes(paths: str | Sequence[str]) -> list[str]:
     MMapError: if a path names no dataset, or half of one.
   """
   found: list[str] = []
-  for path in [paths] if isinstance(paths, str) else paths:
+  for given in [paths] if isinstance(paths, str | os.PathLike) else paths:
+    path = os.fspath(given)
     if os.path.isfile(path + ".idx") or os.path.isfile(path + ".bin") or not os.path.isdir(path):
       prefixes = [path]
     else:
@@ -70,7 +72,7 @@ def resolve_shard_prefixes(paths: str | Sequence[str]) -> list[str]:
   return sorted(found)
 
 
-def resolve_dataset(path: str | Sequence[str]) -> str:
+def resolve_dataset(path: str | os.PathLike | Sequence[str | os.PathLike]) -> str:
   """Finds the one dataset that a path names.
 
   Raises:
@@ -100,9 +102,13 @@ def get_document_sizes(path_prefixes: Sequence[str]) -> np.ndarray:
 def _document_sizes(prefix: str) -> np.ndarray:
   dataset = MMapIndexedDataset(prefix)
   dataset.scan()
-  ends = np.zeros(len(dataset) + 1, np.int64)
-  np.cumsum(dataset.sizes, out=ends[1:])
-  return np.diff(ends[dataset.doc_idx])
+  tokens = np.zeros(dataset.header.num_documents, np.int64)
+  for first in range(0, len(tokens), _PIECE):
+    bounds = dataset.doc_idx[first : first + _PIECE + 1]
+    ends = np.zeros(int(bounds[-1] - bounds[0]) + 1, np.int64)
+    np.cumsum(dataset.sizes[bounds[0] : bounds[-1]], out=ends[1:])
+    tokens[first : first + _PIECE] = np.diff(ends[bounds - bounds[0]])
+  return tokens
 
 
 def get_total_tokens(path_prefixes: Sequence[str]) -> int:
@@ -337,7 +343,8 @@ def build_sample_index(
     drop_last: leave out a last sample that is not full.
     add_extra_token: 1 if a sample includes the token after it.
   """
-  tokens = int(doc_sizes[doc_index].sum(dtype=np.int64)) - add_extra_token
+  pieces = (doc_index[first : first + _PIECE] for first in range(0, len(doc_index), _PIECE))
+  tokens = sum(int(doc_sizes[piece].sum(dtype=np.int64)) for piece in pieces) - add_extra_token
   samples = tokens // seq_length if drop_last else -(-tokens // seq_length)
   longest = int(doc_sizes.max()) if len(doc_sizes) else 0
   return _sample_index(doc_sizes, longest, doc_index, max(samples, 0), seq_length, add_extra_token)
@@ -356,7 +363,29 @@ def compute_blend_buffers(num_samples: int, weights: Sequence[float], margin: fl
   return [math.ceil(math.ceil(num_samples * weight) * (1 + margin / 100)) for weight in weights]
 
 
-# Names of the released module whose work is done one room higher.
+# Names of the released module; the work of most is done one room higher.
+
+
+def _normalize_weights(weights: Sequence[float]) -> list[float]:
+  """Returns weights that sum to 1, in the arithmetic of megatron-core's `normalize`."""
+  vector = np.array(weights, np.float64)
+  return (vector / np.sum(vector)).tolist()
+
+
+def _read_idx_header(prefix: str) -> tuple[int, int, type, int]:
+  """Returns sequences, documents, token type and document index entries of a dataset."""
+  header = read_header(prefix)
+  return header.num_sequences, header.num_documents, header.dtype.type, header.num_documents + 1
+
+
+def _build_doc_index_flat(num_docs: int, num_epochs: int, rng) -> np.ndarray:
+  """Returns the document index of epochs that are shuffled together; `rng` goes on."""
+  return _document_index(0, num_docs, EpochPlan(num_epochs, False, 0, 0), rng)
+
+
+def _build_shuffle_index(num_samples: int, total_size: int, rng) -> np.ndarray:
+  """Returns the shuffle index as `build_shuffle_index` does; `rng` goes on."""
+  return _shuffle_index(num_samples, total_size, rng)
 
 
 def is_primary_process() -> bool:
@@ -381,7 +410,10 @@ def build_indices(
 def compute_index_hash(
     input_paths, num_epochs, separate_final_epoch, seed, seq_length, split=None, split_index=0, add_extra_token=1
 ):
-  """Returns the hash that names the index files of a dataset under these settings."""
+  """Returns the hash that names the index files of a dataset under these settings.
+
+  It covers the content of the `.idx` files, which are read; the release hashes their paths.
+  """
   from maxtext.input_pipeline import _mmap_index_cache as cache  # pylint: disable=import-outside-toplevel
 
   request = cache.IndexRequest(seq_length, seed, None, num_epochs, split or "", split_index, add_extra_token)
@@ -435,7 +467,21 @@ def build_metadata(
     source,
 ):
   """Returns what the released tools keep beside index files; files of this branch say `built_from` instead."""
-  return {"hash": file_hash, **{key: value for key, value in locals().items() if key != "file_hash"}}
+  return {
+      "hash": file_hash,
+      "source": source,
+      "created_at": datetime.datetime.now(datetime.UTC).isoformat(),
+      "input_paths": sorted(input_paths or []),
+      "seq_length": seq_length,
+      "num_samples_requested": num_samples,
+      "num_epochs": num_epochs,
+      "seed": seed,
+      "split": split,
+      "split_index": split_index,
+      "add_extra_token": add_extra_token,
+      "doc_index_len": num_docs,
+      "total_samples": total_samples,
+  }
 
 
 def convert_blend(dataset_specs, *args, **kwargs):
