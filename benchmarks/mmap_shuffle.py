@@ -11,13 +11,11 @@ from __future__ import annotations
 import time
 
 from common import SEED, interleave, median, parse_arguments, ratio, report
-from llvmlite import ir
 import numba
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 import numpy as np
 
 from maxtext.input_pipeline import _mmap_index_utils as utils
+from maxtext.input_pipeline._mmap_index_kernels import prefetch
 
 EXAMPLE = "python benchmarks/mmap_shuffle.py --repeats 5 > shuffle.json"
 _PIECE = 1 << 22
@@ -70,23 +68,6 @@ def update(array, partners):
   """Changes array[partner] for each partner."""
   for step in range(len(partners)):
     array[np.uint64(partners[step])] ^= np.int32(step)
-
-
-@intrinsic
-def prefetch(typingctx, array, index):
-  """Asks for the cache line of array[index] into the second-level cache."""
-  del typingctx
-
-  def generate(context, builder, signature, arguments):
-    data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-    address = builder.bitcast(builder.gep(data, [arguments[1]]), cgutils.voidptr_t)
-    word = ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
-    function = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
-    builder.call(function, [address, word(0), word(2), word(1)])  # to be read, locality 2 of 0 to 3, data
-    return context.get_dummy_value()
-
-  return types.void(array, types.uint64), generate
 
 
 @numba.njit

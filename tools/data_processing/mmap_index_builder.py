@@ -19,6 +19,31 @@ example (a run of 20 steps with 4 samples a step):
       --seq-length 2048 --num-samples 80 --seed 1234
 """
 
+# What scripts import from the released tool: functions of the library, here with their names there.
+RELEASED = {
+    "build_document_index": "build_document_index",
+    "build_indices": "build_indices",
+    "build_sample_index": "build_sample_index",
+    "build_shuffle_index": "build_shuffle_index",
+    "compute_index_hash": "compute_index_hash",
+    "compute_num_epochs": "compute_num_epochs",
+    "convert": "convert",
+    "convert_blend": "convert_blend",
+    "discover_shards": "resolve_shard_prefixes",
+    "get_document_sizes": "get_document_sizes",
+    "resolve_shard_prefixes": "resolve_shard_prefixes",
+    "should_separate_last_epoch": "should_separate_last_epoch",
+}
+
+
+def __getattr__(name: str):
+  """Gives a function of the library when it is first asked for, so that --help needs neither NumPy nor Numba."""
+  if name not in RELEASED:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  from maxtext.input_pipeline import _mmap_index_utils
+
+  return getattr(_mmap_index_utils, RELEASED[name])
+
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
@@ -30,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
       raise MMapError(f"--split-index {options.split_index} needs --split; name the shares, such as 99,1.")
     summary = run(options)
   except (MMapError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {sentence(error)}", file=sys.stderr)
     return 1
   print(json.dumps(summary) if options.json else table(summary))
   return 0
@@ -84,13 +109,6 @@ def positive(text: str) -> int:
   return value
 
 
-def convert(*args, **kwargs):
-  """Builds and writes the indices of one dataset: the library's function, for scripts that import this file."""
-  from maxtext.input_pipeline import _mmap_index_utils
-
-  return _mmap_index_utils.convert(*args, **kwargs)
-
-
 def run(options: argparse.Namespace) -> dict:
   """Builds and writes the indices as `options` say; returns the facts of the closing table."""
   from maxtext.input_pipeline import _mmap_index_cache as cache
@@ -140,6 +158,13 @@ def progress_bars():
       bar.close()
 
   return show
+
+
+def sentence(error: Exception) -> str:
+  """Returns an error as one sentence that names its file; the library's own errors, which are ValueErrors, are one."""
+  if isinstance(error, OSError) and not isinstance(error, ValueError) and error.filename is not None:
+    return f"{error.filename}: {error.strerror}."
+  return str(error)
 
 
 def table(summary: dict) -> str:

@@ -31,7 +31,7 @@ from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline._mmap_files import FileIdentity
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
-from maxtext.input_pipeline._mmap_index_utils import resolve_dataset, resolve_shard_prefixes
+from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, resolve_dataset, resolve_shard_prefixes
 from maxtext.input_pipeline._mmap_indexed_dataset import (
   DESCRIPTORS,
   DTYPE_CODES,
@@ -423,20 +423,33 @@ def _resolve_bin_prefixes(bin_paths) -> list[str]:
 def _parse_mmap_npy_spec(spec: str) -> tuple[str, list[str]]:
   """Returns the index folder and the dataset paths of "npy_dir|path:path..."."""
   if spec.count("|") != 1:
-    raise MMapError(f"mmap_npy spec must be 'npy_dir|bin_paths', got: {spec!r}")
+    raise MMapError(f"mmap_npy spec must be 'npy_dir|bin_paths', got: {spec!r}.")
   folder, paths = spec.split("|")
   return folder.strip(), [path.strip() for path in paths.split(":")]
 
 
 def _parse_weighted_mixture(data_file_pattern: str, format_name: str) -> tuple[list[str], list[float]]:
-  """Returns entries and normalised weights of "entry,weight;...", those of weight 0 left out."""
-  try:
-    entries = parse_entries(data_file_pattern)
-  except MMapError as error:
-    raise MMapError(f"Malformed {format_name} mixture: {error}") from error
-  kept = [(entry, weight) for entry, weight in entries if weight]
-  total = np.sum(np.array([weight for _, weight in entries], np.float64))
-  return [entry for entry, _ in kept], [float(weight / total) for _, weight in kept]
+  """Returns entries and normalised weights of "entry,weight;...", those of weight 0 left out.
+
+  Unlike `parse_entries`, a single entry has a weight too.
+  """
+  entries, weights = [], []
+  for number, part in enumerate(data_file_pattern.split(";")):
+    entry, comma, text = part.rpartition(",")
+    try:
+      weight = float(text)
+    except ValueError:
+      weight = math.nan
+    faults = {"Malformed": not comma, "Empty spec in": not entry.strip(), "Invalid weight in": not math.isfinite(weight)}
+    for fault, found in {**faults, "Negative weight in": weight < 0}.items():
+      if found:
+        raise MMapError(f"{fault} {format_name} mixture entry {number}: {part!r} is not 'entry,weight' of 0 or more.")
+    entries.append(entry.strip())
+    weights.append(weight)
+  if not 0 < sum(weights) < math.inf:
+    raise MMapError(f"Total weight of {format_name} mixture is {sum(weights)}; expected a positive finite total.")
+  kept = [pair for pair in zip(entries, _normalize_weights(weights), strict=True) if pair[1] > 0]
+  return [entry for entry, _ in kept], [weight for _, weight in kept]
 
 
 def _discover_npy_indices(npy_dir: str, expected_hash: str | None = None) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def _jit(function):
 
 
 @intrinsic
-def _prefetch(typingctx, array, index):
+def prefetch(typingctx, array, index):
   """Asks for the cache line of array[index], [n] at uint64, into the second-level cache; `index` is not checked.
 
   Into the second level because the first keeps fewer misses in flight than it takes to hide the memory's latency.
@@ -133,7 +133,7 @@ def _accept(words, position, stop, mask, bound, draws, n):
 @_jit
 def _swap(array, first, count, draws):
   for t in range(count):
-    _prefetch(array, np.uint64(draws[min(t + _AHEAD, count - 1)]))  # pyrefly: ignore[missing-argument]
+    prefetch(array, np.uint64(draws[min(t + _AHEAD, count - 1)]))  # pyrefly: ignore[missing-argument]
     i = np.uint64(first - t)
     j = np.uint64(draws[t])
     value = array[i]
@@ -188,7 +188,7 @@ def sample_index_rows(sizes, document_index, first, last, state, sequence_length
   rows = out.shape[0]
   shift = np.int64(1 - extra)
   for d in range(first, last):
-    _prefetch(sizes, np.uint64(document_index[min(d + _AHEAD, last - 1)]))  # pyrefly: ignore[missing-argument]
+    prefetch(sizes, np.uint64(document_index[min(d + _AHEAD, last - 1)]))  # pyrefly: ignore[missing-argument]
     end = start + sizes[np.uint64(document_index[d])]
     while wanted < end and row < rows:
       out[row, 0] = d

@@ -32,6 +32,7 @@ from maxtext.input_pipeline._mmap_indexed_dataset import (
 LAST_EPOCH_THRESHOLD = 0.80
 SPLIT_NAMES = ("train", "valid", "test")
 _PIECE = 1 << 22  # elements between two progress reports
+_DOCUMENTS = 1 << 16  # documents whose sizes are added up at a time
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,8 +57,7 @@ def resolve_shard_prefixes(paths: str | os.PathLike | Sequence[str | os.PathLike
     MMapError: if a path names no dataset, or half of one.
   """
   found: list[str] = []
-  for given in [paths] if isinstance(paths, str | os.PathLike) else paths:
-    path = os.fspath(given)
+  for path in _as_list(paths):
     if os.path.isfile(path + ".idx") or os.path.isfile(path + ".bin") or not os.path.isdir(path):
       prefixes = [path]
     else:
@@ -70,6 +70,10 @@ def resolve_shard_prefixes(paths: str | os.PathLike | Sequence[str | os.PathLike
   if not found:
     raise MMapFileNotFoundError("no dataset path was given; give a path without .idx or .bin, or a folder of datasets.")
   return sorted(found)
+
+
+def _as_list(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
+  return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
 
 
 def resolve_dataset(path: str | os.PathLike | Sequence[str | os.PathLike]) -> str:
@@ -101,13 +105,15 @@ def get_document_sizes(path_prefixes: Sequence[str]) -> np.ndarray:
 
 def _document_sizes(prefix: str) -> np.ndarray:
   dataset = MMapIndexedDataset(prefix)
-  dataset.scan()
-  tokens = np.zeros(dataset.header.num_documents, np.int64)
-  for first in range(0, len(tokens), _PIECE):
-    bounds = dataset.doc_idx[first : first + _PIECE + 1]
+  facts, documents = dataset.scan(), dataset.header.num_documents
+  if documents == len(dataset) and not facts.sentence_split:  # the usual file: every document is one sequence
+    return dataset.sizes.astype(np.int64)
+  tokens = np.zeros(documents, np.int64)
+  for first in range(0, documents, _DOCUMENTS):
+    bounds = dataset.doc_idx[first : first + _DOCUMENTS + 1]
     ends = np.zeros(int(bounds[-1] - bounds[0]) + 1, np.int64)
     np.cumsum(dataset.sizes[bounds[0] : bounds[-1]], out=ends[1:])
-    tokens[first : first + _PIECE] = np.diff(ends[bounds - bounds[0]])
+    tokens[first : first + _DOCUMENTS] = np.diff(ends[bounds - bounds[0]])
   return tokens
 
 
@@ -143,9 +149,7 @@ def parse_split(split_str: str) -> list[float]:
     )
   if not sum(shares):
     raise MMapError(f"the split {split_str!r} gives every part a share of zero; at least one must be positive.")
-  # NumPy's sum, as Megatron takes it: Python's is compensated since 3.12 and rounds otherwise.
-  vector = np.array(shares + [0.0] * (len(SPLIT_NAMES) - len(shares)), np.float64)
-  return (vector / np.sum(vector)).tolist()
+  return _normalize_weights(shares + [0.0] * (len(SPLIT_NAMES) - len(shares)))
 
 
 def parse_split_range(split_str: str, split_index: int, num_docs: int) -> tuple[int, int]:
@@ -368,6 +372,7 @@ def compute_blend_buffers(num_samples: int, weights: Sequence[float], margin: fl
 
 def _normalize_weights(weights: Sequence[float]) -> list[float]:
   """Returns weights that sum to 1, in the arithmetic of megatron-core's `normalize`."""
+  # NumPy's sum, as Megatron takes it: Python's is compensated since 3.12 and rounds otherwise.
   vector = np.array(weights, np.float64)
   return (vector / np.sum(vector)).tolist()
 
@@ -397,13 +402,18 @@ def is_primary_process() -> bool:
     return True
 
 
+def _request(seq_length, seed, num_samples, num_epochs, split, split_index, add_extra_token):
+  """Returns the cache module, which imports this one, and the IndexRequest for released arguments."""
+  from maxtext.input_pipeline import _mmap_index_cache as cache  # pylint: disable=import-outside-toplevel
+
+  return cache, cache.IndexRequest(seq_length, seed, num_samples, num_epochs, split or "", split_index, add_extra_token)
+
+
 def build_indices(
     input_paths, seq_length, num_samples=None, num_epochs=None, seed=1234, split=None, split_index=0, add_extra_token=1
 ):
   """Builds the three indices of one dataset in memory; returns them and the hash that names their files."""
-  from maxtext.input_pipeline import _mmap_index_cache as cache  # pylint: disable=import-outside-toplevel
-
-  request = cache.IndexRequest(seq_length, seed, num_samples, num_epochs, split or "", split_index, add_extra_token)
+  cache, request = _request(seq_length, seed, num_samples, num_epochs, split, split_index, add_extra_token)
   return cache.build_in_memory(input_paths, request)
 
 
@@ -414,9 +424,7 @@ def compute_index_hash(
 
   It covers the content of the `.idx` files, which are read; the release hashes their paths.
   """
-  from maxtext.input_pipeline import _mmap_index_cache as cache  # pylint: disable=import-outside-toplevel
-
-  request = cache.IndexRequest(seq_length, seed, None, num_epochs, split or "", split_index, add_extra_token)
+  cache, request = _request(seq_length, seed, None, num_epochs, split, split_index, add_extra_token)
   return cache.describe(input_paths, request, separate_final_epoch).name
 
 
@@ -446,9 +454,7 @@ def convert(
     add_extra_token=1,
 ):
   """Builds the indices of one dataset and writes them; returns their paths. See `_mmap_index_cache.convert`."""
-  from maxtext.input_pipeline import _mmap_index_cache as cache  # pylint: disable=import-outside-toplevel
-
-  request = cache.IndexRequest(seq_length, seed, num_samples, num_epochs, split or "", split_index, add_extra_token)
+  cache, request = _request(seq_length, seed, num_samples, num_epochs, split, split_index, add_extra_token)
   return cache.write_index(output_dir, input_paths, request)[0]
 
 
@@ -471,7 +477,7 @@ def build_metadata(
       "hash": file_hash,
       "source": source,
       "created_at": datetime.datetime.now(datetime.UTC).isoformat(),
-      "input_paths": sorted(input_paths or []),
+      "input_paths": sorted(_as_list(input_paths or [])),
       "seq_length": seq_length,
       "num_samples_requested": num_samples,
       "num_epochs": num_epochs,

@@ -37,12 +37,7 @@ def make_grain_train_iterator(config, global_mesh, process_indices):
       num_samples=mmap_config.train_samples(config),
       needed=config.steps * config.global_batch_size_to_load,
       split_index=0,
-      reading=(
-          config.grain_worker_count,
-          config.grain_per_worker_buffer_size,
-          config.grain_prefetch_buffer_size,
-          config.grain_num_threads,
-      ),
+      reading=_reading(config),
   )
   return multihost_dataloading.MultiHostDataLoadIterator(dataset, global_mesh, config.generate_padding_batch_train)
 
@@ -60,14 +55,16 @@ def make_grain_eval_iterator(config, global_mesh, process_indices):
       num_samples=samples,
       needed=samples or config.global_batch_size_to_load_eval,
       split_index=1,
-      reading=(
-          config.grain_worker_count_eval,
-          config.grain_per_worker_buffer_size_eval,
-          config.grain_prefetch_buffer_size_eval,
-          config.grain_num_threads_eval,
-      ),
+      reading=_reading(config, "_eval"),
   )
   return multihost_dataloading.MultiHostDataLoadIterator(dataset, global_mesh, config.generate_padding_batch_eval)
+
+
+def _reading(config, suffix: str = "") -> tuple[int, int, int, int]:
+  """Returns Grain's worker processes, batches each keeps ready, samples to read ahead, and threads."""
+  names = ("worker_count", "per_worker_buffer_size", "prefetch_buffer_size", "num_threads")
+  workers, worker_buffer, ahead, threads = (getattr(config, f"grain_{name}{suffix}") for name in names)
+  return workers, worker_buffer, ahead, threads
 
 
 def _global_order(
@@ -80,7 +77,7 @@ def _global_order(
     num_samples: samples asked for; None for one epoch.
     needed: samples that will be read.
     split_index: part of `mmap_npy_split`, where that is set.
-    reading: Grain's worker processes, batches each keeps ready, samples to read ahead, and threads.
+    reading: see `_reading`.
   """
   ((entry, _),) = datasource.parse_entries(getattr(config, key), key)
   npy_dir, path = datasource.parse_npy_entry(entry, key)
