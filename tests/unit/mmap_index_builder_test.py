@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from maxtext.input_pipeline import _mmap_index_cache as cache
+from maxtext.input_pipeline._mmap_files import unreadable
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
 
@@ -146,6 +147,7 @@ def test_errors_are_one_sentence(convert, dataset, tmp_path):
   assert "the valid part of split '1,0' is sequences" in refuse(
     convert("--num-samples", 9, "--split", "1,0", "--split-index", 1)
   )
+  assert "--split-index 1 needs --split" in refuse(convert("--num-samples", 9, "--split-index", 1))
   assert "do not make one sample of 2048" in refuse(convert("--num-epochs", 1, seq_length=2048))
   assert "the seed is -1; expected" in refuse(convert("--num-samples", 9, "--seed", -1))
   os.truncate(dataset + ".bin", 3)
@@ -153,6 +155,21 @@ def test_errors_are_one_sentence(convert, dataset, tmp_path):
   os.truncate(dataset + ".idx", 50)
   assert "data.idx is truncated" in refuse(convert("--num-samples", 9))
   assert not (tmp_path / "indices").exists()
+
+
+@pytest.mark.parametrize(
+  "error, expected",
+  [
+    (PermissionError(13, "Permission denied", "/data/x.npy"), "error: /data/x.npy: Permission denied.\n"),
+    (unreadable("/data/x.idx", OSError(5, "Input/output error")), "error: /data/x.idx cannot be read (Input/output err"),
+  ],
+)
+def test_an_error_of_the_system_names_its_file(convert, tool, monkeypatch, error, expected):
+  def fail(options):
+    raise error
+
+  monkeypatch.setattr(tool, "run", fail)
+  assert refuse(convert("--num-samples", 9)).startswith(expected)
 
 
 def test_a_folder_that_cannot_be_written(convert, tmp_path):

@@ -4,6 +4,8 @@
 Tests named after a case, such as `test_d1_...`, hold numbers that megatron-core printed.
 """
 
+import sys
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
@@ -426,3 +428,58 @@ def test_missing_datasets_are_named(tmp_path):
 
 def test_d7_samples_of_children():
   assert utils.compute_blend_buffers(1000, [0.7, 0.3], 0.5) == [704, 302]
+
+
+def test_paths_may_be_path_objects(tmp_path):
+  prefix = write(tmp_path / "data", [3])
+  for path in (tmp_path, tmp_path / "data", [tmp_path / "data"], prefix):
+    assert utils.resolve_shard_prefixes(path) == [prefix]
+    assert utils.resolve_dataset(path) == prefix
+  with pytest.raises(MMapError, match="found neither"):
+    utils.resolve_dataset(tmp_path / "none")
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 100])
+def test_pieces_do_not_change_sizes_and_counts(tmp_path, monkeypatch, piece):
+  monkeypatch.setattr(utils, "_DOCUMENTS", piece)
+  monkeypatch.setattr(utils, "_PIECE", piece)
+  lengths = [2, 0, 4, 6, 1, 1]
+  split = write(tmp_path / "split", lengths, [0, 0, 2, 2, 3, 6, 6])
+  swapped = write(tmp_path / "swapped", lengths, [0, 0, 1, 3, 3, 5, 6])  # as many documents as sequences
+  usual = write(tmp_path / "usual", lengths)
+  assert utils.get_document_sizes([split]).tolist() == [0, 2, 0, 4, 8, 0]
+  assert utils.get_document_sizes([swapped]).tolist() == [0, 2, 4, 0, 7, 1]
+  sizes = utils.get_document_sizes([usual])
+  assert sizes.tolist() == lengths and sizes.dtype == np.int64
+  order = np.array([3, 1, 5, 0, 4, 2], np.int32)
+  expected = [[0, 0], [0, 4], [3, 1], [5, 2]]  # tokens 0, 4, 8 and 12 of the order
+  assert utils.build_sample_index(sizes, order, 4).tolist() == expected
+
+
+def test_no_documents_have_no_sizes(tmp_path):
+  assert utils.get_document_sizes([write(tmp_path / "none", [], [0])]).tolist() == []
+  assert utils.get_document_sizes([]).dtype == np.int64
+
+
+def test_process_that_writes(monkeypatch):
+  class Jax:
+    def __init__(self, answer):
+      self.answer = answer
+
+    def process_index(self):
+      if isinstance(self.answer, Exception):
+        raise self.answer
+      return self.answer
+
+  for answer, expected in ((0, True), (1, False), (RuntimeError("no backend"), True)):
+    monkeypatch.setitem(sys.modules, "jax", Jax(answer))
+    assert utils.is_primary_process() is expected
+  monkeypatch.delitem(sys.modules, "jax")
+  assert utils.is_primary_process() and "jax" not in sys.modules
+
+
+def test_cache_asks_the_patchable_name_who_writes(tmp_path, monkeypatch):
+  prefix = write(tmp_path / "data", D1_LENGTHS)
+  monkeypatch.setattr(utils, "is_primary_process", lambda: False)
+  cache.open_index(str(tmp_path / "npy"), prefix, cache.IndexRequest(4, 42, 8))
+  assert not list(tmp_path.glob("npy/*.npy"))

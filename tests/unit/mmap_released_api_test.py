@@ -3,6 +3,8 @@
 
 import importlib.util
 from pathlib import Path
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -64,6 +66,51 @@ def test_parsers():
   assert utils._normalize_weights([3, 1]) == [0.75, 0.25]
 
 
+@pytest.mark.parametrize(
+  "pattern, words",
+  [
+    ("path", "Malformed mmap mixture"), (",1.0", "Empty spec"), ("path,x", "Invalid weight"), ("a,1;", "Malformed"),
+    ("a,1;b,nan", "Invalid weight"), ("path,-1.0", "Negative weight"), ("a,0;b,0", "Total weight"),
+  ],
+)  # fmt: skip
+def test_mixture_errors_have_the_released_words(pattern, words):
+  with pytest.raises(ValueError, match=words) as caught:
+    datasource._parse_weighted_mixture(pattern, "mmap")
+  assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_a_mixture_of_one_has_a_weight_and_a_comma_may_be_in_a_path():
+  assert datasource._parse_weighted_mixture("npy|bin,c,3.0", "mmap_npy") == (["npy|bin,c"], [1.0])
+
+
+def test_weights_are_normalised_in_float64_as_megatron_does():
+  raw = [0.1, 0.7, 0.3, 0.2, 0.9, 0.4, 0.6, 0.8, 0.5]
+  vector = np.array(raw)
+  expected = (vector / np.sum(vector)).tolist()
+  assert utils._normalize_weights(raw) == expected
+  mixture = ";".join(f"{name},{weight}" for name, weight in zip("abcdefghi", raw, strict=True))
+  assert datasource._parse_weighted_mixture(mixture, "mmap")[1] == expected
+
+
+TOOL_IMPORT = """
+import sys
+from tools.data_processing import mmap_index_builder as tool
+assert not {"numpy", "numba", "maxtext"} & {*sys.modules}
+from tools.data_processing.mmap_index_builder import convert, discover_shards
+from maxtext.input_pipeline import _mmap_index_utils as utils
+assert convert is utils.convert and discover_shards is utils.resolve_shard_prefixes
+assert all(callable(getattr(tool, name)) for name in tool.RELEASED)
+assert not hasattr(tool, "no_such_name")
+"""
+
+
+def test_the_tool_can_be_imported_from_the_repository():
+  done = subprocess.run(
+    [sys.executable, "-c", TOOL_IMPORT], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+  )
+  assert done.returncode == 0, done.stderr
+
+
 def test_index_parts_share_one_generator():
   rng = np.random.RandomState(42)
   documents = utils._build_doc_index_flat(6, 1, rng)
@@ -85,6 +132,7 @@ def test_headers_and_document_sizes(tmp_path):
 
 
 def test_metadata_has_the_released_keys():
+  assert utils.build_metadata("h", "one", 4, 8, 1, 42, None, 0, 1, 6, 8, "convert")["input_paths"] == ["one"]
   facts = utils.build_metadata("h", ["b", "a"], 4, 8, 1, 42, None, 0, 1, 6, 8, "convert")
   assert facts.pop("created_at").endswith("+00:00")
   assert facts == {

@@ -113,7 +113,7 @@ def progress_bar(files: list[str]):
 
 def sentence(error: Exception) -> str:
   """Returns an error as one sentence that names its file."""
-  if isinstance(error, OSError) and error.filename is not None:
+  if isinstance(error, OSError) and not isinstance(error, ValueError) and error.filename is not None:  # not our own
     return f"{error.filename}: {error.strerror}."
   return str(error)
 

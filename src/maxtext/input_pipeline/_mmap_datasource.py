@@ -440,8 +440,12 @@ def _parse_weighted_mixture(data_file_pattern: str, format_name: str) -> tuple[l
       weight = float(text)
     except ValueError:
       weight = math.nan
-    faults = {"Malformed": not comma, "Empty spec in": not entry.strip(), "Invalid weight in": not math.isfinite(weight)}
-    for fault, found in {**faults, "Negative weight in": weight < 0}.items():
+    for fault, found in (
+        ("Malformed", not comma),
+        ("Empty spec in", not entry.strip()),
+        ("Invalid weight in", not math.isfinite(weight)),
+        ("Negative weight in", weight < 0),
+    ):
       if found:
         raise MMapError(f"{fault} {format_name} mixture entry {number}: {part!r} is not 'entry,weight' of 0 or more.")
     entries.append(entry.strip())
