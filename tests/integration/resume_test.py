@@ -36,7 +36,7 @@ def test_state_is_the_position_in_the_global_order(saved):
 
 
 def test_refusals(saved, train, dataset, write_dataset, tmp_path):
-  """Another epoch count (D11), another dataset, another seed, and no iterator state (D15), each in one sentence."""
+  """Another epoch count (D11), another dataset, damaged and no iterator state (D15), each in one sentence."""
   longer = train(dataset, steps=70)
   assert longer.code == 1 and not longer.losses
   assert "asked for 8 samples (1 epoch) and this run asks for 140 (2 epochs" in longer.last_line
@@ -47,6 +47,11 @@ def test_refusals(saved, train, dataset, write_dataset, tmp_path):
   assert replaced.code == 1 and not replaced.losses
   assert "its dataset is 60 sequences, " in replaced.last_line
   assert "read the dataset that the saved run read" in replaced.last_line
+
+  (saved / "iter" / "process_0-of-1.json").write_text("{")
+  damaged = train(dataset)
+  assert damaged.code == 1 and not damaged.losses
+  assert "data iterator state was not saved by grain_file_type=mmap_npy of this version" in damaged.last_line
 
   shutil.rmtree(saved / "iter")
   without = train(dataset)

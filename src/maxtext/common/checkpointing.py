@@ -35,8 +35,7 @@ def load_state_if_possible(checkpoint_manager, data_iterator, *args, step: int =
   if checkpoint_manager is not None and isinstance(iterator, GlobalOrderIterator):
     found = release.latest_step(checkpoint_manager) if step < 0 else step
     if found is not None:
-      _check_iterator_state(checkpoint_manager.directory / str(found), iterator)
-      _check_rest(checkpoint_manager.directory / str(found), iterator, kwargs.get("maxtext_config"), found)
+      _check_position(checkpoint_manager.directory / str(found), found, iterator, kwargs.get("maxtext_config"))
     elif kwargs.get("load_full_state_from_path", args[1] if len(args) > 1 else ""):
       max_logging.warning(
           "load_full_state_path restores the step but not the data's position: the data starts at sample 0 of its order. "
@@ -45,38 +44,37 @@ def load_state_if_possible(checkpoint_manager, data_iterator, *args, step: int =
   return _released_load(checkpoint_manager, data_iterator, *args, step=step, **kwargs)
 
 
-def _check_iterator_state(checkpoint, iterator: GlobalOrderIterator) -> None:
-  """Raises MMapError unless a checkpoint's data position can be continued."""
-  folder, name = checkpoint / "iter", _state_name()
-  if not folder.exists():
-    raise MMapError(
-        f"{checkpoint} has no data iterator state (no 'iter' folder), so the data would start again at sample 0; start a "
-        "new run_name (load_parameters_path keeps the weights)."
-    )
-  if not (folder / name).exists():
-    found = sorted(path.name for path in folder.glob("process_*.json"))
-    raise MMapError(
-        f"{folder} has no {name}, only {', '.join(found) or 'nothing'}: the run was saved by another number of hosts; "
-        "resume with that number."
-    )
-  state = json.loads((folder / name).read_text())
+def _check_position(checkpoint, step: int, iterator: GlobalOrderIterator, config) -> None:
+  """Raises MMapError unless a checkpoint's data position can be continued to the last step of the run."""
+  path = checkpoint / "iter" / f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+  state = _read_state(checkpoint, path)
   check_state(state, iterator.order)
-  max_logging.log(f"Data continues at sample {state['next_sample']} of the global order ({folder / name}).")
-
-
-def _check_rest(checkpoint, iterator: GlobalOrderIterator, config, step: int) -> None:
-  """Raises MMapError if the order ends before the steps that are left; the batch size may have changed since."""
-  position = json.loads((checkpoint / "iter" / _state_name()).read_text())["next_sample"]
-  batch, available = iterator.global_batch_size, iterator.available_samples
-  if config is not None and position + (config.steps - step - 1) * batch > available:
+  position, batch, available = state["next_sample"], iterator.global_batch_size, iterator.available_samples
+  if config is not None and position + (config.steps - step - 1) * batch > available:  # the batch size may have changed
     raise MMapError(
         f"{checkpoint} continues at sample {position}, and {config.steps - step - 1} more steps of {batch} samples read "
         f"past the {available} of the order; lower steps, or start a new run_name."
     )
+  max_logging.log(f"Data continues at sample {position} of the global order ({path}).")
 
 
-def _state_name() -> str:
-  return f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+def _read_state(checkpoint, path) -> dict:
+  """Returns the iterator state in the file of this host."""
+  if not path.parent.exists():
+    raise MMapError(
+        f"{checkpoint} has no data iterator state (no 'iter' folder), so the data would start again at sample 0; start a "
+        "new run_name (load_parameters_path keeps the weights)."
+    )
+  if not path.exists():
+    found = sorted(file.name for file in path.parent.glob("process_*.json"))
+    raise MMapError(
+        f"{path.parent} has no {path.name}, only {', '.join(found) or 'nothing'}: the run was saved by another number of "
+        "hosts; resume with that number."
+    )
+  try:
+    return json.loads(path.read_text())
+  except ValueError:
+    return {}  # which no order accepts
 
 
 # restore_lora and others of the release call it in this module.
