@@ -123,19 +123,10 @@ class Ours(MaxTextImplementation):
     import xxhash
 
     from maxtext.input_pipeline import _mmap_index_cache as cache
-    from maxtext.input_pipeline import _mmap_index_utils as utils
 
     seconds, request = {}, self.request(order)
     seconds["scan and checksum of the .idx"], description = timed(lambda: cache.describe([prefix], request))
-    steps = utils.iter_indices(
-        cache.sequence_lengths([prefix]),
-        description.longest,
-        description.begin,
-        description.end,
-        description.plan,
-        request.seq_length,
-        request.seed,
-    )
+    steps = cache.iter_description([prefix], request, description)
     arrays = {}
     for stage in cache.ARRAYS:
       seconds[stage], (_, arrays[stage]) = timed(lambda: next(steps))

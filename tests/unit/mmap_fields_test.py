@@ -2,17 +2,12 @@
 """Tests of segments, positions and loss masks: case D9, the definition, and the released classes on random inputs."""
 
 import itertools
-import os
-from pathlib import Path
-import subprocess
-import sys
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-import maxtext
 from maxtext.input_pipeline.input_pipeline_utils import (
   GenerateDocSegmentIds,
   MegatronSplitInputsTargets,
@@ -168,28 +163,15 @@ def random_tokens(rng) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory):
+def released(tmp_path_factory, run_released):
   """Random inputs and what the release's own classes, in a process without ours, make of them."""
   folder = tmp_path_factory.mktemp("released")
-  (folder / "maxtext").symlink_to(Path(maxtext.__path__[1]), target_is_directory=True)
   rng = np.random.default_rng(11)
   options = itertools.product(("split", "segments"), range(40), "01", "01", (0, 1, 2, 5, 12), ("none", "0", "1"))
   names = ["_".join(map(str, option)) for option in options if option[0] == "split" or option[5] == "none"]
   inputs = {name: random_tokens(rng) for name in names}
   np.savez(folder / "inputs.npz", **inputs)
-  done = subprocess.run(
-    [sys.executable, "-c", RUN_RELEASED, str(folder / "inputs.npz"), str(folder / "results.npz")],
-    env=os.environ | {"PYTHONPATH": str(folder)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  with np.load(folder / "results.npz") as file:
-    results = dict(file)
-  assert str(results.pop("module")).startswith(str(folder)), "the release's module was not the one that ran"
-  return inputs, results
+  return inputs, run_released(folder, RUN_RELEASED, folder / "inputs.npz", folder / "results.npz")
 
 
 def test_split_fields_equal_the_releases(released):

@@ -5,15 +5,10 @@ That is without empty sequences, and with splits whose shares add up the same wi
 """
 
 import json
-import os
-from pathlib import Path
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-import maxtext
 from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
 
@@ -43,10 +38,9 @@ def random_settings(rng, tokens) -> dict:
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory):
+def released(tmp_path_factory, run_released):
   """A folder of datasets, the settings of each, and the indices that the release's own code builds of them."""
   folder = tmp_path_factory.mktemp("released")
-  (folder / "maxtext").symlink_to(Path(maxtext.__path__[1]), target_is_directory=True)
   rng, settings = np.random.default_rng(5), []
   for number in range(CASES):
     lengths = rng.integers(1, rng.choice([2, 5, 60]), rng.integers(4, 40), endpoint=True)
@@ -54,19 +48,7 @@ def released(tmp_path_factory):
       writer.add_documents(np.zeros(lengths.sum(), np.uint16), lengths)
     settings.append(random_settings(rng, int(lengths.sum())))
   (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-  done = subprocess.run(
-    [sys.executable, "-c", RUN_RELEASED, str(folder)],
-    env=os.environ | {"PYTHONPATH": str(folder)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  with np.load(folder / "results.npz") as file:
-    results = dict(file)
-  assert str(results.pop("module")).startswith(str(folder)), "the release's module was not the one that ran"
-  return folder, settings, results
+  return folder, settings, run_released(folder, RUN_RELEASED, folder)
 
 
 def test_indices_equal_the_releases(released):

@@ -174,7 +174,6 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   ):
     prefix = resolve_dataset(bin_paths)
     self._dataset = MMapIndexedDataset(prefix)
-    self._bin_path, self._idx_file = prefix + ".bin", FileIdentity.of(prefix + ".idx")
     self._seq_length, self._eod_id = seq_length, eod_id
     self.index: cache.Index | None = None
     check = functools.partial(self._check_layout, split_sentences)
@@ -237,6 +236,10 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   @property
   def path_prefix(self) -> str:
     return self._dataset.path_prefix
+
+  @property
+  def _bin_path(self) -> str:
+    return self._dataset.bin_file.path
 
   def __len__(self) -> int:
     return len(self._shuffle_index)
@@ -314,7 +317,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
       for path, array in zip(self._paths, arrays, strict=True):
         cache.save_array(path, array)
     shapes = tuple((array.dtype.str, array.shape) for array in arrays)
-    files = (self._dataset.bin_file, self._idx_file)
+    files = (self._dataset.bin_file, self._dataset.idx_file)
     return _Shipped(self._dataset.path_prefix, files, self._paths, shapes, self._eod_id, self._seq_length)
 
 
@@ -344,10 +347,8 @@ def _reopen(shipped: _Shipped) -> MegatronNpyDataSource:
   """
   source = MegatronNpyDataSource.__new__(MegatronNpyDataSource)
   source._dataset = MMapIndexedDataset(shipped.prefix)
-  source._bin_path = shipped.prefix + ".bin"
-  source._idx_file = FileIdentity.of(shipped.prefix + ".idx")
-  for then, now in zip(shipped.files, (source._dataset.bin_file, source._idx_file), strict=True):
-    if (then.size, then.mtime_ns) != (now.size, now.mtime_ns):
+  for then, now in zip(shipped.files, (source._dataset.bin_file, source._dataset.idx_file), strict=True):
+    if not then.unchanged(now):
       raise MMapError(f"{now.path} was changed since the run opened it; start again with the dataset as it is to be.")
   try:
     arrays = tuple(map(cache.map_array, shipped.paths))

@@ -107,8 +107,15 @@ class FileIdentity(NamedTuple):
   @classmethod
   def of(cls, path: str) -> FileIdentity:
     with reading(path):
-      status = os.stat(path)
+      return cls._from(path, os.stat(path))
+
+  @classmethod
+  def _from(cls, path: str, status: os.stat_result) -> FileIdentity:
     return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+  def unchanged(self, now: FileIdentity) -> bool:
+    """Whether a later look at the path saw the same file; not by inode, which some network file systems make anew."""
+    return (self.size, self.mtime_ns) == (now.size, now.mtime_ns)
 
 
 class DescriptorPool:
@@ -158,17 +165,16 @@ def _open_unchanged(file: FileIdentity) -> int:
   with reading(file.path, "cannot be opened any more"):
     descriptor = os.open(file.path, os.O_RDONLY)
     try:
-      status = os.fstat(descriptor)
+      found = FileIdentity._from(file.path, os.fstat(descriptor))
     except OSError:
       os.close(descriptor)
       raise
-  # Not the inode: some network file systems give a file another one at every look-up.
-  if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
+  if not file.unchanged(found):
     os.close(descriptor)
-    if status.st_size != file.size:
-      change = f"it had {file.size} bytes and has {status.st_size} now"
+    if found.size != file.size:
+      change = f"it had {file.size} bytes and has {found.size} now"
     else:
-      then, now = np.datetime64(file.mtime_ns, "ns"), np.datetime64(status.st_mtime_ns, "ns")
+      then, now = np.datetime64(file.mtime_ns, "ns"), np.datetime64(found.mtime_ns, "ns")
       change = f"its modification time was {then} and is {now} now"
     raise MMapError(
         f"{file.path} was changed while it is in use: {change}; start again with the dataset as it is to be."

@@ -29,8 +29,8 @@ import xxhash
 
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline import _mmap_index_utils as utils
-from maxtext.input_pipeline._mmap_files import reading
-from maxtext.input_pipeline._mmap_indexed_dataset import MMapError, MMapFileNotFoundError, MMapIndexedDataset, map_file
+from maxtext.input_pipeline._mmap_files import MMapError, MMapFileNotFoundError, map_file, reading
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,15 @@ Triplet = tuple[np.ndarray, ...]  # document, sample and shuffle index
 
 class StaleIndexError(Exception):
   """An index file that does not hold what its name says; the message gives file and reason."""
+
+
+def array_paths(folder: str, name: str) -> dict[str, str]:
+  """Returns the path of each array of an order."""
+  return {array: os.path.join(folder, f"{name}-{array}.npy") for array in ARRAYS}
+
+
+def metadata_path(folder: str, name: str) -> str:
+  return os.path.join(folder, f"{name}-metadata.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +114,10 @@ class IndexDescription:
     return dict(zip(ARRAYS, (("<i4", (entries,)), (rows, (samples + 1, 2)), (draws, (samples,))), strict=True))
 
   def paths(self, folder: str) -> dict[str, str]:
-    return {array: os.path.join(folder, f"{self.name}-{array}.npy") for array in ARRAYS}
+    return array_paths(folder, self.name)
 
   def metadata_path(self, folder: str) -> str:
-    return os.path.join(folder, f"{self.name}-metadata.json")
+    return metadata_path(folder, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +148,11 @@ class Stamps:
   By name without folder, since a folder may be reached by other paths from other machines.
   """
 
-  def __init__(self, folder: str | None):
-    self._path = os.path.join(folder, STAMPS) if folder else None
+  def __init__(self, folder: str):
+    self._path = os.path.join(folder, STAMPS)
     self._records: dict[str, dict[str, Any]] = {}
     self.changed = False
-    if self._path and os.path.isfile(self._path):
+    if os.path.isfile(self._path):
       try:
         with open(self._path, encoding="utf-8") as file:
           content = json.load(file)
@@ -165,7 +174,7 @@ class Stamps:
     return record
 
   def save(self) -> None:
-    if not self._path or not self.changed:
+    if not self.changed:
       return
     self._records = dict(list(self._records.items())[-_MOST_STAMPS:])
     try:
@@ -283,7 +292,12 @@ def sequence_lengths(input_paths: str | Sequence[str]) -> np.ndarray:
 # Building and writing.
 
 
-def _iterate(input_paths, request: IndexRequest, description: IndexDescription, progress):
+def iter_description(input_paths, request: IndexRequest, description: IndexDescription, progress=None):
+  """Returns `_mmap_index_utils.iter_indices` of an order.
+
+  Raises:
+    MMapError: if the arrays do not fit into this machine's memory.
+  """
   needed = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in description.expected().values())
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   if needed > memory:
@@ -307,7 +321,7 @@ def _iterate(input_paths, request: IndexRequest, description: IndexDescription, 
 def build_in_memory(input_paths, request: IndexRequest):
   """Builds the three indices; returns them and the name of their files."""
   description = describe(input_paths, request)
-  return *(array for _, array in _iterate(input_paths, request, description, None)), description.name
+  return *(array for _, array in iter_description(input_paths, request, description)), description.name
 
 
 def build_and_save(
@@ -320,7 +334,7 @@ def build_and_save(
   """
   arrays, writes = [], []
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    for array_name, array in _iterate(input_paths, request, description, progress):
+    for array_name, array in iter_description(input_paths, request, description, progress):
       arrays.append(array)
       writes.append(pool.submit(_save_with_digest, description.paths(folder)[array_name], array))
   try:
@@ -433,7 +447,7 @@ def open_index(
   except OSError as error:
     log.warning("%s cannot be read (%s); building the indices again.", error.filename, error.strerror)
   if not _writes(write):
-    arrays = tuple(array for _, array in _iterate(input_paths, request, description, progress))
+    arrays = tuple(array for _, array in iter_description(input_paths, request, description, progress))
     return Index(description, arrays, False, None)
   arrays, error = build_and_save(folder, input_paths, request, description, stamps, progress)
   if error:
@@ -456,16 +470,16 @@ def load(folder: str, description: IndexDescription, stamps: Stamps) -> Triplet:
     FileNotFoundError: if a file is missing.
     StaleIndexError: if a file does not hold what the description and the checksums say.
   """
-  metadata_path = description.metadata_path(folder)
+  path = description.metadata_path(folder)
   try:
-    with open(metadata_path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8") as file:
       metadata = json.load(file)
     built_from, recorded = metadata["built_from"], metadata["arrays"]
     digests = [recorded[name]["xxh3_128"] for name in ARRAYS]
   except (ValueError, KeyError, TypeError, RecursionError) as error:
-    raise StaleIndexError(f"{metadata_path} is not the metadata of an index ({type(error).__name__})") from error
+    raise StaleIndexError(f"{path} is not the metadata of an index ({type(error).__name__})") from error
   if built_from != description.built_from:
-    raise StaleIndexError(f"{metadata_path} was built from other data or settings")
+    raise StaleIndexError(f"{path} was built from other data or settings")
   arrays = []
   for (name, (dtype, shape)), digest in zip(description.expected().items(), digests, strict=True):
     path = description.paths(folder)[name]
@@ -516,7 +530,7 @@ def triplet_paths(folder: str, name: str | None) -> tuple[str, ...]:
     raise MMapFileNotFoundError(f"{folder} is not a folder; expected one with index files.")
   if name is None:
     name = _only_order(folder)
-  paths = tuple(os.path.join(folder, f"{name}-{array}.npy") for array in ARRAYS)
+  paths = tuple(array_paths(folder, name).values())
   for path in paths:
     if not os.path.isfile(path):
       raise MMapFileNotFoundError(f"{path} is missing; build the indices again.")
@@ -578,11 +592,11 @@ def check_ranges(arrays: Triplet, num_sequences: int, where: str) -> None:
 
 def save_indices(folder: str, name: str, arrays: Triplet, metadata: dict | None = None) -> dict[str, str]:
   """Writes three arrays under a name of the caller's, with metadata of the caller's; returns the paths by name."""
-  paths = {array_name: os.path.join(folder, f"{name}-{array_name}.npy") for array_name in ARRAYS}
+  paths = array_paths(folder, name)
   for path, array in zip(paths.values(), arrays, strict=True):
     save_array(path, array)
   if metadata is not None:
-    paths["metadata"] = os.path.join(folder, f"{name}-metadata.json")
+    paths["metadata"] = metadata_path(folder, name)
     _save_json(paths["metadata"], metadata)
   return paths
 

@@ -453,7 +453,7 @@ def convert(
     split_index=0,
     add_extra_token=1,
 ):
-  """Builds the indices of one dataset and writes them; returns their paths. See `_mmap_index_cache.convert`."""
+  """Builds the indices of one dataset and writes them; returns their paths. See `_mmap_index_cache.write_index`."""
   cache, request = _request(seq_length, seed, num_samples, num_epochs, split, split_index, add_extra_token)
   return cache.write_index(output_dir, input_paths, request)[0]
 

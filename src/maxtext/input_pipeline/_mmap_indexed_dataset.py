@@ -217,7 +217,7 @@ class MMapIndexedDataset:
     self.path_prefix = path_prefix = os.fspath(path_prefix)
     check_pair(path_prefix)
     self.header = read_header(path_prefix)
-    self.bin_file = FileIdentity.of(path_prefix + ".bin")
+    self.bin_file, self.idx_file = (FileIdentity.of(path_prefix + suffix) for suffix in (".bin", ".idx"))
     raw = map_file(path_prefix + ".idx")
     if len(raw) != self.header.file_size:
       raise MMapError(f"{path_prefix}.idx changed its size to {len(raw)} bytes while it was opened; try again.")

@@ -103,28 +103,11 @@ def _global_order(
         f"{key}: the order of {num_samples or 'all'} samples that was asked for has {len(source)}, but the run reads "
         f"{needed}; {advice}."
     )
-  samples = (
-      grain.MapDataset.source(source)
-      .map(input_pipeline_utils.CheckTokenIds(config.vocab_size, source.path_prefix))
-      .map(
-          input_pipeline_utils.MegatronSplitInputsTargets(
-              eod_id=config.mmap_eod_id,
-              reset_attention_mask=config.reset_attention_mask,
-              eod_mask_loss=config.eod_mask_loss,
-              min_segment_length=input_pipeline_utils.megatron_min_segment_length(config),
-          )
-      )
-  )
+  samples = _with_fields(config, source)
   workers, worker_buffer, ahead, threads = reading
   host_batch = max(global_batch_size // len(process_indices), 1)
-  if workers < 0:  # Grain's own choice for this machine
-    options = grain.experimental.pick_performance_config(
-        ds=samples.batch(host_batch).to_iter_dataset(),
-        ram_budget_mb=config.grain_ram_budget_mb,
-        max_workers=None,
-        max_buffer_size=None,
-    )
-    workers = options.multiprocessing_options.num_workers if options.multiprocessing_options else 0
+  if workers < 0:
+    workers = _chosen_workers(config, samples.batch(host_batch))
   return GlobalOrderDataset(
       samples,
       global_batch_size,
@@ -136,6 +119,26 @@ def _global_order(
       max(ahead // host_batch, 2),
       threads,
   )
+
+
+def _with_fields(config, source) -> grain.MapDataset:
+  """Checks the tokens of each sample and splits them into the model's fields."""
+  fields = input_pipeline_utils.MegatronSplitInputsTargets(
+      eod_id=config.mmap_eod_id,
+      reset_attention_mask=config.reset_attention_mask,
+      eod_mask_loss=config.eod_mask_loss,
+      min_segment_length=input_pipeline_utils.megatron_min_segment_length(config),
+  )
+  check = input_pipeline_utils.CheckTokenIds(config.vocab_size, source.path_prefix)
+  return grain.MapDataset.source(source).map(check).map(fields)
+
+
+def _chosen_workers(config, batches: grain.MapDataset) -> int:
+  """Returns the number of worker processes that Grain chooses for this machine."""
+  options = grain.experimental.pick_performance_config(
+      ds=batches.to_iter_dataset(), ram_budget_mb=config.grain_ram_budget_mb, max_workers=None, max_buffer_size=None
+  ).multiprocessing_options
+  return options.num_workers if options else 0
 
 
 def _log_dataset(key, npy_dir, path_prefix, index, request) -> None:

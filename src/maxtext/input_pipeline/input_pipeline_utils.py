@@ -60,7 +60,8 @@ class GenerateDocSegmentIds(grain.MapTransform):
       if self.reset_attention_mask:
         segments, positions = segments_and_positions(tokens, self.eod_id, self.min_segment_length)
       else:
-        segments, positions = _one_segment(tokens, self.eod_id, self.eod_mask_loss)
+        segments = _ones_but_eod(tokens, self.eod_id, self.eod_mask_loss)
+        positions = np.arange(len(tokens), dtype=np.int32)
       element[f"{field}_segmentation"], element[f"{field}_position"] = segments, positions
     return element
 
@@ -103,13 +104,12 @@ class MegatronSplitInputsTargets(grain.MapTransform):
     if self.reset_attention_mask and (dataset_id is None or int(dataset_id) not in self.no_attnmask_dataset_ids):
       segments, positions = segments_and_positions(inputs, self.eod_id, self.min_segment_length)
     else:
-      segments, positions = _one_segment(inputs, self.eod_id, False)
-    loss_mask, _ = _one_segment(inputs, self.eod_id, self.eod_mask_loss)
+      segments, positions = np.ones(len(inputs), np.int32), np.arange(len(inputs), dtype=np.int32)
     fields = {
         "inputs": inputs,
         "targets": targets,
         "inputs_segmentation": segments,
-        "targets_segmentation": loss_mask,
+        "targets_segmentation": _ones_but_eod(inputs, self.eod_id, self.eod_mask_loss),
         "inputs_position": positions,
         "targets_position": positions,
     }
@@ -138,10 +138,9 @@ class CheckTokenIds(grain.MapTransform):
     return element
 
 
-def _one_segment(tokens: np.ndarray, eod_id: int, mask_eod: bool) -> tuple[np.ndarray, np.ndarray]:
-  """Segment 1 everywhere, or 0 at EOD, and positions 0, 1, ..., both int32[length]."""
-  segments = (tokens != eod_id).astype(np.int32) if mask_eod else np.ones(len(tokens), np.int32)
-  return segments, np.arange(len(tokens), dtype=np.int32)
+def _ones_but_eod(tokens: np.ndarray, eod_id: int, mask_eod: bool) -> np.ndarray:
+  """Returns 1 everywhere, or with `mask_eod` 0 at EOD, int32[length]."""
+  return (tokens != eod_id).astype(np.int32) if mask_eod else np.ones(len(tokens), np.int32)
 
 
 # The release's pipelines look these up in their own module.
