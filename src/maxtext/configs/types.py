@@ -24,6 +24,26 @@ class MegatronDataset(BaseModel):
     description="grain_file_type=mmap_npy: the requested number of training samples, and with it the order; "
     "0 means steps * global_batch_size_to_load.",
   )
+  mmap_npy_num_eval_samples: int = Field(
+    0,
+    description="grain_file_type=mmap_npy: the requested number of evaluation samples, and with it their order; "
+    "0 means eval_steps * global_batch_size_to_load_eval.",
+  )
+  mmap_npy_start_sample: int = Field(
+    0,
+    description="grain_file_type=mmap_npy: the sample of the global order that training starts at (Megatron's consumed "
+    "samples); a checkpoint's position goes before it.",
+  )
+  mmap_npy_blend_margin: float = Field(
+    0.5,
+    description="grain_file_type=mmap_npy: samples to build for each dataset of a blend beyond its share, in percent.",
+  )
+  mmap_remote_cache_dir: release.PathStr = Field(
+    "", description="Local folder for copies of the .idx and index files of Megatron datasets that lie at a URL."
+  )
+  log_batch_digest: bool = Field(
+    False, description="Megatron datasets: log a digest of the global batch of each training step."
+  )
 
 
 class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
