@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 import re
+import shutil
 import subprocess
 import sys
 
@@ -16,8 +17,10 @@ from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline._mmap_files import unreadable
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
+from maxtext.input_pipeline.mmap_cli import build, console
 
-SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "data_processing" / "mmap_index_builder.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "data_processing" / "mmap_index_builder.py"
 D1_LENGTHS = [5, 7, 3, 9, 6, 4]
 
 
@@ -44,7 +47,8 @@ def convert(tool, tmp_path, dataset, capsys):
   """Runs `convert` on D1's file; returns exit code, stdout and stderr."""
 
   def run(*arguments, source=dataset, folder=tmp_path / "indices", seq_length=4):
-    fixed = ["--input", source, "--output-dir", str(folder), "--seq-length", str(seq_length)]
+    sources = [source] if isinstance(source, str) else source
+    fixed = ["--input", *sources, "--output-dir", str(folder), "--seq-length", str(seq_length)]
     code = tool.main(["convert", *fixed, *map(str, arguments)])
     return (code, *capsys.readouterr())
 
@@ -128,6 +132,27 @@ def test_a_folder_of_one_dataset(convert, tmp_path):
   assert facts_of(convert("--num-epochs", 1, source=str(corpus))[1])["tokens per epoch"] == "9"
 
 
+def test_several_paths_are_one_dataset(convert, dataset, tmp_path):
+  with IndexedDatasetWriter(str(tmp_path / "more" / "books"), np.int32) as writer:
+    writer.add_document(range(9))
+  more = str(tmp_path / "more" / "books")
+  summaries = []
+  for source in ([dataset, more], f"{dataset}:{more}", [more + ":" + dataset]):
+    code, text, _ = convert("--num-epochs", 1, "--json", source=source)
+    summaries.append({key: value for key, value in json.loads(text).items() if key != "seconds"})
+    assert code == 0 and summaries[-1] == summaries[0]
+  assert summaries[0]["datasets"] == 2 and summaries[0]["sequences"] == 7 and summaries[0]["tokens_per_epoch"] == 43
+
+
+def test_arguments_without_a_command_mean_convert(tool, convert, dataset, tmp_path, capsys):
+  arguments = ["--output-dir", str(tmp_path / "flat"), "--seq-length", "4", "--num-samples", "9", "--input", dataset]
+  assert tool.main(arguments) == 0
+  flat = facts_of(capsys.readouterr().out)
+  command = facts_of(convert("--num-samples", 9)[1])
+  assert {**flat, "files": 0, "seconds": 0} == {**command, "files": 0, "seconds": 0}
+  assert {path.name for path in (tmp_path / "flat").iterdir()} == {path.name for path in (tmp_path / "indices").iterdir()}
+
+
 # Errors.
 
 
@@ -142,7 +167,6 @@ def refuse(result) -> str:
 def test_errors_are_one_sentence(convert, dataset, tmp_path):
   missing = str(tmp_path / "missing")
   assert f"found neither {missing}.idx nor" in refuse(convert("--num-samples", 9, source=missing))
-  assert "is a URL; object stores are not supported" in refuse(convert("--num-samples", 9, source="gs://bucket/data"))
   assert "the split 'x' is not" in refuse(convert("--num-samples", 9, "--split", "x"))
   assert "the valid part of split '1,0' is sequences" in refuse(
     convert("--num-samples", 9, "--split", "1,0", "--split-index", 1)
@@ -164,11 +188,11 @@ def test_errors_are_one_sentence(convert, dataset, tmp_path):
     (unreadable("/data/x.idx", OSError(5, "Input/output error")), "error: /data/x.idx cannot be read (Input/output err"),
   ],
 )
-def test_an_error_of_the_system_names_its_file(convert, tool, monkeypatch, error, expected):
+def test_an_error_of_the_system_names_its_file(convert, monkeypatch, error, expected):
   def fail(options):
     raise error
 
-  monkeypatch.setattr(tool, "run", fail)
+  monkeypatch.setattr(build, "run", fail)
   assert refuse(convert("--num-samples", 9)).startswith(expected)
 
 
@@ -207,16 +231,15 @@ def test_help_shows_an_example(tool, capsys):
     assert end.value.code == 0
   text = capsys.readouterr().out
   example = text[text.index("example (") :]
-  assert "mmap_index_builder.py convert --input" in example and "--num-samples 80" in example
+  assert "mmap-index convert --input" in example and "--num-samples 80" in example
 
 
 def test_the_example_runs(tool, tmp_path, monkeypatch, capsys):
   with IndexedDatasetWriter(str(tmp_path / "data" / "corpus"), np.uint16) as writer:
     writer.add_document(range(5000))
   monkeypatch.chdir(tmp_path)
-  words = tool.EXAMPLE.split(":\n", 1)[1].replace("\\\n", " ").split()
-  assert words[:2] == ["python", "tools/data_processing/mmap_index_builder.py"]
-  assert tool.main(words[2:]) == 0
+  words = build.EXAMPLE.split(":\n", 1)[1].replace("\\\n", " ").split()
+  assert words[0] == "mmap-index" and tool.main(words[1:]) == 0
   assert int(facts_of(capsys.readouterr().out)["samples"]) >= 80
 
 
@@ -242,9 +265,20 @@ def test_starts_without_jax_or_grain(tmp_path, dataset):
     assert done.stdout.splitlines()[-1] == imported
 
 
-def test_no_bar_where_stderr_is_no_terminal(tool, monkeypatch):
+def test_a_checkout_that_was_not_installed_says_what_to_do(tmp_path):
+  for folder in ("tools", "src/maxtext/input_pipeline"):
+    shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+  for file in (ROOT / "src" / "maxtext").glob("*.py"):
+    shutil.copy(file, tmp_path / "src" / "maxtext")
+  for script in ("mmap_index_builder.py", "mmap_tokenize.py"):
+    command = [sys.executable, "-S", tmp_path / "tools" / "data_processing" / script, "--help"]  # no site-packages
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "run `pip install -e .` in the checkout" in refuse((done.returncode, done.stdout, done.stderr))
+
+
+def test_no_bar_where_stderr_is_no_terminal(monkeypatch):
   monkeypatch.setattr(sys, "stderr", open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-  assert tool.progress_bars() is None
+  assert console.progress_bars() is None
 
 
 def test_bars_where_stderr_is_a_terminal(tool, convert, monkeypatch):

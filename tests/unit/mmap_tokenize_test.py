@@ -335,7 +335,7 @@ def test_the_summary_counts(tool, capsys, words, tmp_path):
       "files": [f"{tmp_path}/out.bin", f"{tmp_path}/out.idx"],
   }
   tokenize(tool, "--input", source, *arguments)
-  assert "empty documents 1\n" in capsys.readouterr().out
+  assert "empty documents  1\n" in capsys.readouterr().out
 
 
 def test_the_script_runs_and_imports_neither_jax_nor_grain(llama2, tmp_path):
@@ -347,4 +347,4 @@ def test_the_script_runs_and_imports_neither_jax_nor_grain(llama2, tmp_path):
   imported = {line.rsplit("|", 1)[-1].strip() for line in run.stderr.splitlines()}
   assert "sentencepiece" in imported
   assert imported.isdisjoint({"jax", "grain", "transformers", "tokenizers", "numba", "tqdm"})
-  assert "documents       1\n" in run.stdout
+  assert "documents        1\n" in run.stdout

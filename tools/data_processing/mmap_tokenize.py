@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+from pathlib import Path
 import signal
 import sys
 
@@ -25,22 +26,27 @@ example:
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
-  options = parse_arguments(arguments)
+  try:
+    from maxtext.input_pipeline.mmap_cli import console
+  except ImportError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 1
+  options = parse_arguments(arguments, console)
   from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 
   try:
     summary = run(options)
   except (MMapError, OSError) as error:
-    print(f"error: {sentence(error)}", file=sys.stderr)
+    print(f"error: {console.sentence(error)}", file=sys.stderr)
     return 1
   except KeyboardInterrupt:
     print("error: interrupted; nothing was written.", file=sys.stderr)
     return 130
-  print(json.dumps(dataclasses.asdict(summary)) if options.json else table(summary))
+  print(json.dumps(dataclasses.asdict(summary)) if options.json else console.table(closing_table(summary)))
   return 0
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None, console) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
       description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -57,7 +63,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
   add("--append-eod", action="store_true", help="end each document that has tokens with the EOD id")
   add("--eod-id", type=int, metavar="ID", help="EOD id (later: mmap_eod_id); default: the tokenizer's EOS id")
   add("--dtype", choices=("auto", "uint16", "int32"), default="auto", help="default: by vocabulary size, as Megatron")
-  add("--workers", type=positive, default=cores(), metavar="N", help="processes; default: %(default)s, the CPU count")
+  add("--workers", type=console.positive, default=cores(), metavar="N", help="processes; default: the CPUs, %(default)s")
   add("--json", action="store_true", help="print the closing summary as JSON")
   return parser.parse_args(arguments)
 
@@ -65,13 +71,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def names(text: str) -> tuple[str, ...]:
   """Splits a comma-separated list."""
   return tuple(filter(None, (name.strip() for name in text.split(","))))
-
-
-def positive(text: str) -> int:
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"{value} is less than 1")
-  return value
 
 
 def cores() -> int:
@@ -111,17 +110,10 @@ def progress_bar(files: list[str]):
     yield bar.update
 
 
-def sentence(error: Exception) -> str:
-  """Returns an error as one sentence that names its file."""
-  if isinstance(error, OSError) and not isinstance(error, ValueError) and error.filename is not None:  # not our own
-    return f"{error.filename}: {error.strerror}."
-  return str(error)
-
-
-def table(summary) -> str:
-  """Returns the closing table: a line a fact, numbers with thousands separators."""
+def closing_table(summary) -> dict[str, str]:
+  """Returns the lines of the closing table, numbers with thousands separators."""
   eod = "not appended" if summary.eod_id is None else f"{summary.eod_id} (mmap_eod_id)"
-  rows = {
+  return {
       "documents": f"{summary.documents:,}",
       "sequences": f"{summary.sequences:,}",
       "tokens": f"{summary.tokens:,}",
@@ -136,7 +128,6 @@ def table(summary) -> str:
       "tokens/s": f"{summary.tokens_per_second:,.0f}",
       "files": "  ".join(summary.files),
   }
-  return "\n".join(f"{name:<16}{value}" for name, value in rows.items())
 
 
 def terminate(*_) -> None:
@@ -145,5 +136,7 @@ def terminate(*_) -> None:
 
 
 if __name__ == "__main__":
+  # Where nothing is installed, the package in the checkout says what to do.
+  sys.path.append(str(Path(__file__).resolve().parents[2] / "src"))
   signal.signal(signal.SIGTERM, terminate)
   sys.exit(main())
