@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The release's own code as a peer, in a process of its own: within ours, the release's modules import our stand-ins."""
 
+import json
 import os
 from pathlib import Path
 import subprocess
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import maxtext
+from maxtext.input_pipeline.mmap_cli import main as command_line
 
 
 @pytest.fixture(scope="session")
@@ -35,5 +37,17 @@ def run_released():
       results = dict(file)
     assert str(results.pop("module")).startswith(str(folder)), "the release's module was not the one that ran"
     return results
+
+  return run
+
+
+@pytest.fixture
+def mmap_index(capsys):
+  """Runs the command line `mmap-index`; returns its exit code, stdout (parsed where --json is given) and stderr."""
+
+  def run(*arguments):
+    code = command_line.main([*map(str, arguments)])
+    out, errors = capsys.readouterr()
+    return code, json.loads(out) if "--json" in arguments and out else out, errors
 
   return run

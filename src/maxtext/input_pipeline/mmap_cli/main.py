@@ -22,7 +22,10 @@ from maxtext.input_pipeline.mmap_cli import console
 #   render(facts) -> str                  the facts for people
 #   exit_code(facts) -> int               only where facts may be bad news, as in cmp and diff: 1 then
 # and imports the standard library only until it runs, so that help is there at once.
-COMMANDS = ("build",)
+COMMANDS = (
+    "build",
+    "inspect_data",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +56,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
   """
   if arguments and arguments[0].startswith("-") and arguments[0] not in ("-h", "--help"):
     arguments = ["convert", *arguments]
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  prog = "mmap-index" if os.path.basename(sys.argv[0]) == "main.py" else None  # `python -m ...main`
+  parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   for name in COMMANDS:
     _add_command(commands, importlib.import_module(f"{__package__}.{name}"))
