@@ -18,6 +18,8 @@ import weakref
 
 import numpy as np
 
+from maxtext.input_pipeline import _mmap_guard
+
 
 class MMapError(ValueError):
   """A dataset, an index file or a config key that cannot be used; the message is one sentence for the user."""
@@ -72,7 +74,8 @@ def map_file(path: str) -> np.ndarray:
   """Maps a whole file read-only and returns it as uint8[size].
 
   Unlike np.memmap, which keeps a duplicate of the descriptor, a mapping holds no open file: a blend of many
-  datasets must not run into the limit of open files.
+  datasets must not run into the limit of open files. A file that is truncated later reads as zeros from there on,
+  and `_mmap_guard.check` raises.
 
   Raises:
     MMapFileNotFoundError, MMapReadError: both are OSError too.
@@ -90,10 +93,16 @@ def map_file(path: str) -> np.ndarray:
     if address == _MAP_FAILED:
       raise OSError(code, os.strerror(code), path)
   buffer = (ctypes.c_uint8 * size).from_address(address)
-  weakref.finalize(buffer, _libc.munmap, address, size).atexit = False
+  guarded = _mmap_guard.watch(address, size, path)
+  weakref.finalize(buffer, _unmap, address, size, guarded).atexit = False
   view = np.frombuffer(buffer, np.uint8)
   view.flags.writeable = False
   return view
+
+
+def _unmap(address: int, size: int, guarded: int | None) -> None:
+  _mmap_guard.unwatch(guarded)
+  _libc.munmap(address, size)
 
 
 class FileIdentity(NamedTuple):
