@@ -20,11 +20,13 @@ from maxtext.input_pipeline.mmap_cli import console
 #   add_arguments(parser)                 adds its arguments; --json is added here
 #   run(options) -> dict                  does the work and returns facts for JSON; raises MMapError or OSError
 #   render(facts) -> str                  the facts for people
+#   TAKES_OTHER_ARGUMENTS                 only where options.others, those that its parser does not know, are used
 #   exit_code(facts) -> int               only where facts may be bad news, as in cmp and diff: 1 then
 # and imports the standard library only until it runs, so that help is there at once.
 COMMANDS = (
     "build",
     "inspect_data",
+    "from_megatron",
 )
 
 
@@ -61,7 +63,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   for name in COMMANDS:
     _add_command(commands, importlib.import_module(f"{__package__}.{name}"))
-  return parser.parse_args(arguments)
+  options, options.others = parser.parse_known_args(arguments)
+  if options.others and not hasattr(options.command, "TAKES_OTHER_ARGUMENTS"):
+    parser.error(f"unrecognized arguments: {' '.join(options.others)}")
+  return options
 
 
 def _add_command(commands: Any, command: Any) -> None:
