@@ -13,7 +13,7 @@ import pytest
 
 from maxtext.input_pipeline import _mmap_datasource as library
 from maxtext.input_pipeline import _mmap_index_cache as cache
-from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource, parse_entries, parse_npy_entry
+from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource, Mixture, parse_mixture, parse_npy_entry
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_indexed_dataset import (
   DTYPE_CODES,
@@ -79,58 +79,69 @@ def samples_of(source) -> list[list[int]]:
 @pytest.mark.parametrize(
   "text, expected",
   [
-    ("npy|bin", [("npy|bin", 1.0)]),
-    ("  npy|bin ", [("npy|bin", 1.0)]),
-    ("npy|a,b", [("npy|a,b", 1.0)]),  # one entry: the comma is of the path
-    ("npy|a,0.5", [("npy|a,0.5", 1.0)]),
-    ("npy|a,1;", [("npy|a", 1.0)]),
-    ("a|b,0.7;c|d,0.3", [("a|b", 0.7), ("c|d", 0.3)]),
-    ("a|b,2 ; c|d, 1 ;", [("a|b", 2.0), ("c|d", 1.0)]),
-    ("a|b,c,2;d|e,f,1", [("a|b,c", 2.0), ("d|e,f", 1.0)]),  # the last comma is before the weight
-    ("a|b,0;c|d,1e-3", [("a|b", 0.0), ("c|d", 0.001)]),
+    ("npy|bin", Mixture(("npy|bin",), None, False)),
+    ("  npy|bin ", Mixture(("npy|bin",), None, False)),
+    ("npy|a,b", Mixture(("npy|a,b",), None, False)),  # one entry: the comma is of the path
+    ("npy|a,0.5", Mixture(("npy|a,0.5",), None, False)),
+    ("npy|a,1;", Mixture(("npy|a",), (1.0,), True)),
+    ("a|b;c|d;", Mixture(("a|b", "c|d"), None, True)),
+    ("a|b,0.7;c|d,0.3", Mixture(("a|b", "c|d"), (0.7, 0.3), True)),
+    ("a|b,2 ; c|d, 1 ;", Mixture(("a|b", "c|d"), (2.0, 1.0), True)),
+    ("a|b,c,2;d|e,f,1", Mixture(("a|b,c", "d|e,f"), (2.0, 1.0), True)),  # the last comma is before the weight
+    ("a|b,0;c|d,1e-3", Mixture(("a|b", "c|d"), (0.0, 0.001), True)),
   ],
 )
 def test_d10_entries_and_weights(text, expected):
-  assert parse_entries(text) == expected
+  assert parse_mixture(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "  "])
 def test_no_entry_names_the_key(text):
-  assert "grain_eval_files is empty" in refusal(parse_entries, text, "grain_eval_files")
+  assert "grain_eval_files is empty" in refusal(parse_mixture, text, "grain_eval_files")
 
 
 @pytest.mark.parametrize(
   "part", ["c|d", "c|d,", "c|d,x", "c|d,nan", "c|d,inf", "c|d,-inf", "c|d,-1", ",1", " , 2", "c|d,1,", "c|d,1 2", "0.3"]
 )
 def test_d7_bad_weight_is_quoted_with_its_number(part):
-  message = refusal(parse_entries, f"a|b,1;{part}", "grain_eval_files")
+  message = refusal(parse_mixture, f"a|b,1;{part}", "grain_eval_files")
   assert f"grain_eval_files: entry 1 is {part.strip()!r}; expected 'entry,weight'" in message
 
 
 @pytest.mark.parametrize("text", ["a|b,0;c|d,0", "a|b,0;", "a|b,0.0;c|d,-0"])
 def test_d7_weights_that_add_up_to_nothing(text):
-  assert "grain_train_files: the weights add up to 0" in refusal(parse_entries, text)
+  assert "grain_train_files: the weights add up to 0" in refusal(parse_mixture, text)
 
 
 @pytest.mark.parametrize("text", [";", " ; ; "])
 def test_only_separators_are_no_entry(text):
-  assert "grain_train_files is empty" in refusal(parse_entries, text)
+  assert "grain_train_files is empty" in refusal(parse_mixture, text)
 
 
 @given(st.text(st.sampled_from("ab/|,;. 01-en:"), max_size=20))
 def test_any_text_is_parsed_or_refused(text):
   try:
-    entries = parse_entries(text)
+    mixture = parse_mixture(text)
   except MMapError as error:
     assert "grain_train_files" in str(error) and "\n" not in str(error)
   else:
-    assert entries and all(entry and entry in text and weight >= 0 for entry, weight in entries)
-    assert sum(weight for _, weight in entries) > 0
+    assert mixture.entries and all(entry and entry in text for entry in mixture.entries)
+    assert mixture.used and (mixture.weights is None or min(mixture.weights) >= 0)
+    assert mixture.mixed == (";" in text)
 
 
 @pytest.mark.parametrize(
   "entry, expected",
-  [("npy|bin", ("npy", "bin")), (" /a b/npy | /c,d/bin ", ("/a b/npy", "/c,d/bin")), ("a:b|c", ("a:b", "c"))],
+  [
+    ("npy|bin", ("npy", ["bin"])),
+    (" /a b/npy | /c,d/bin ", ("/a b/npy", ["/c,d/bin"])),
+    ("a:b|c", ("a:b", ["c"])),
+    ("npy|a:b : c", ("npy", ["a", "b", "c"])),
+    ("gs://b/npy|/data/bin", ("gs://b/npy", ["/data/bin"])),
+    ("npy|gs://b/p", ("npy", ["gs://b/p"])),
+    ("npy|gs://b/p:gs://b/q:/r", ("npy", ["gs://b/p", "gs://b/q", "/r"])),
+    ("npy|http://host:8000/p:q", ("npy", ["http://host:8000/p", "q"])),
+  ],
 )
 def test_d10_the_two_halves_of_an_entry(entry, expected):
   assert parse_npy_entry(entry) == expected
@@ -142,13 +153,9 @@ def test_missing_half_of_an_entry(entry):
   assert f"grain_eval_files: {entry!r} is not 'npy_dir|bin_prefix_or_directory'" in message
 
 
-@pytest.mark.parametrize("entry", ["gs://b/npy|/data/bin", "npy|gs://b/p", "npy|gs://b/p:gs://b/q"])
-def test_d10_a_url_is_not_two_paths(entry):
-  assert f"grain_train_files: {entry!r} has a URL; object stores are not supported yet" in refusal(parse_npy_entry, entry)
-
-
-def test_several_paths_are_refused():
-  assert "'a:b' joins several paths by ':', which is not supported yet" in refusal(parse_npy_entry, "npy|a:b")
+@pytest.mark.parametrize("entry", ["npy|a:", "npy|:a", "npy|a::b", "npy|gs://b/p: :c"])
+def test_an_empty_path_between_colons(entry):
+  assert "has an empty path; give one path, or several joined by ':'" in refusal(parse_npy_entry, entry)
 
 
 # Samples.
@@ -273,10 +280,7 @@ def test_samples_can_be_changed_and_are_read_anew(folder, dataset):
 def test_a_folder_of_one_dataset_is_that_dataset(tmp_path, folder):
   write(tmp_path / "corpus" / "books")
   source = MegatronNpyDataSource(folder, str(tmp_path / "corpus"), EOD, 4, request=D1_REQUEST)
-  assert source.path_prefix == str(tmp_path / "corpus" / "books") and len(source) == 8
-  write(tmp_path / "corpus" / "more")
-  message = refusal(MegatronNpyDataSource, folder, str(tmp_path / "corpus"), EOD, 4, request=D1_REQUEST)
-  assert "corpus holds 2 datasets" in message
+  assert source.dataset.prefixes == (str(tmp_path / "corpus" / "books"),) and len(source) == 8
 
 
 @pytest.mark.parametrize("token", [2**31, -1, -(2**31) - 1, 2**63 - 1])
@@ -573,4 +577,4 @@ def test_get_mmap_npy_dataset_hands_the_samples_to_the_transforms(folder, datase
   assert len(samples) == 16 and samples[0]["text"].tolist() == [0, 1, 2, 3, 4]
   assert rest == [False, 0, 1, 1, 2, 16, 500]
   message = refusal(library.get_mmap_npy_dataset, f"{entry},1;{entry},2", *given_)
-  assert "grain_train_files names 2 weighted datasets; blends are not supported yet" in message
+  assert "grain_train_files is a blend with weights, and no number of samples is set" in message

@@ -68,9 +68,10 @@ def test_other_datasets_are_not_checked(load, keys):
   assert not _mmap_config.uses_megatron_data(config)
 
 
-def test_unordered_file_type_is_not_supported_yet(refusal):
-  message = refusal(grain_file_type="mmap")
-  assert "grain_file_type is 'mmap', which is not supported yet; use mmap_npy" in message
+def test_the_unordered_file_type_has_no_index_folder_and_no_order(refusal):
+  assert "has an index folder before '|', and grain_file_type=mmap has no indices" in refusal(grain_file_type="mmap")
+  message = refusal(grain_file_type="mmap", grain_train_files="data/corpus", mmap_npy_num_samples=8)
+  assert "mmap_npy_num_samples is set, but grain_file_type=mmap has no such order; use mmap_npy" in message
 
 
 # Files.
@@ -88,9 +89,8 @@ def test_no_evaluation_files_where_a_run_evaluates(refusal, load):
 
 BAD_FILES = [
   ("data/corpus", "'data/corpus' is not 'npy_dir|bin_prefix_or_directory'"),
-  ("npy|gs://bucket/corpus", "has a URL; object stores are not supported yet"),
-  ("npy|a:b", "'a:b' joins several paths by ':', which is not supported yet"),
-  ("npy|a,1;npy|b,1", "names 2 weighted datasets; blends are not supported yet"),
+  ("npy|a::b", "'a::b' has an empty path; give one path, or several joined by ':'"),
+  ("npy|a,1;b,1", "'b' is not 'npy_dir|bin_prefix_or_directory'"),
   ("npy|a,1;npy|b", "entry 1 is 'npy|b'; expected 'entry,weight'"),
   ("npy|a,0;npy|b,0", "the weights add up to 0"),
 ]
@@ -99,7 +99,24 @@ BAD_FILES = [
 @pytest.mark.parametrize("text, expected", BAD_FILES)
 def test_files_that_cannot_be_parsed(refusal, text, expected):
   message = refusal(grain_train_files=text)
-  assert message.startswith("grain_train_files") and expected in message
+  assert expected in message
+
+
+@pytest.mark.parametrize("text", ["npy|gs://bucket/corpus", "npy|a:b", "npy|a,1;npy|b,1", "npy|a;npy|b", "s3://b/n|s3://b/p"])
+def test_files_of_every_form(load, text):
+  assert load(grain_train_files=text).grain_train_files == text
+
+
+def test_a_weighted_blend_needs_a_size(refusal, load):
+  blend = {"eval_interval": 5, "grain_eval_files": "npy|a,1;npy|b,1"}
+  assert "grain_eval_files is a blend with weights, and eval_steps is -1; set eval_steps or" in refusal(**blend)
+  assert _mmap_config.eval_samples(load(**blend, mmap_npy_num_eval_samples=9)) == 9
+
+
+def test_a_start_sample_adds_to_what_is_asked_for(load):
+  config = load(mmap_npy_start_sample=100)
+  assert _mmap_config.train_samples(config) == 100 + config.steps * config.global_batch_size_to_load
+  assert _mmap_config.train_samples(load(mmap_npy_start_sample=100, mmap_npy_num_samples=7)) == 7
 
 
 @pytest.mark.parametrize("text, expected", BAD_FILES[:1])
@@ -113,7 +130,7 @@ def test_evaluation_files_are_checked_where_a_run_evaluates(refusal, load, text,
 
 
 def test_sample_count(refusal):
-  assert "mmap_npy_num_samples is -1; expected 0 (derived from steps) or more" in refusal(mmap_npy_num_samples=-1)
+  assert "mmap_npy_num_samples is -1; expected 0 or more" in refusal(mmap_npy_num_samples=-1)
 
 
 def test_eod_id_must_be_in_the_vocabulary(refusal, load):

@@ -434,9 +434,14 @@ def test_paths_may_be_path_objects(tmp_path):
   prefix = write(tmp_path / "data", [3])
   for path in (tmp_path, tmp_path / "data", [tmp_path / "data"], prefix):
     assert utils.resolve_shard_prefixes(path) == [prefix]
-    assert utils.resolve_dataset(path) == prefix
   with pytest.raises(MMapError, match="found neither"):
-    utils.resolve_dataset(tmp_path / "none")
+    utils.resolve_shard_prefixes(tmp_path / "none")
+
+
+def test_a_shard_that_is_named_twice(tmp_path):
+  prefix = write(tmp_path / "data", [3])
+  with pytest.raises(MMapError, match=f"{prefix} is named twice in one dataset; name each of its shards once"):
+    utils.resolve_shard_prefixes([tmp_path, prefix])
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 100])

@@ -6,7 +6,6 @@ import json
 import re
 
 from absl import flags
-import grain.python as grain
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
@@ -16,7 +15,8 @@ from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapError
-from maxtext.input_pipeline._mmap_iterator import STATE_FORMAT, GlobalOrderDataset, check_state, describe_order
+from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
+from maxtext.input_pipeline._mmap_order import STATE_FORMAT, check_state
 
 D1_LENGTHS = [5, 7, 3, 9, 6, 4]
 EOD = 99
@@ -43,14 +43,33 @@ def source(d1) -> MegatronNpyDataSource:
   return MegatronNpyDataSource("/dev/null/none", d1, EOD, LENGTH, request=IndexRequest(LENGTH, SEED, 14))
 
 
+class Samples:
+  """The rows of a source: its samples as they are."""
+
+  def __init__(self, source):
+    self._source = source
+
+  def __len__(self):
+    return len(self._source)
+
+  def rows(self, indices):
+    return {"text": self._source.read_rows(indices)}
+
+
+def describe_order(description, request, needed):
+  """The order of a stream of one dataset."""
+  counts = {"requested_samples": request.num_samples, "available_samples": description.plan.samples}
+  return {**description.built_from, **counts, "needed_samples": needed}
+
+
 def order_of(prefix, num_samples=14, needed=None, **changes):
   request = IndexRequest(**{"seq_length": LENGTH, "seed": SEED, "num_samples": num_samples, **changes})
   return describe_order(cache.describe(prefix, request), request, needed or num_samples)
 
 
 def iterate(source, batch=4, host=0, hosts=1, **settings):
-  order = order_of(source.path_prefix)
-  return iter(GlobalOrderDataset(grain.MapDataset.source(source), batch, host, hosts, order, **settings))
+  order = order_of(source.dataset.prefixes[0])
+  return iter(GlobalOrderDataset(Samples(source), batch, host, hosts, order, **settings))
 
 
 def global_batches(iterators, steps=None) -> list[list[list[int]]]:
@@ -129,7 +148,7 @@ def test_threads_and_buffers_keep_the_order(source):
 
 
 def test_iterators_of_one_dataset_are_independent(source):
-  dataset = GlobalOrderDataset(grain.MapDataset.source(source), 4, 0, 1, order_of(source.path_prefix))
+  dataset = GlobalOrderDataset(Samples(source), 4, 0, 1, order_of(source.dataset.prefixes[0]))
   first, second = iter(dataset), iter(dataset)
   assert global_batches([first], 2) == global_batches([second], 2) == in_order(source, 4)[:2]
 
@@ -251,7 +270,7 @@ def test_d11_an_order_that_is_too_small_for_this_run_is_no_advice(d1):
 @pytest.mark.parametrize(
   "changes, text",
   [
-    ({"seed": 43}, "the seed is 42 there and 43 here; set data_shuffle_seed as in the saved run"),
+    ({"seed": 43}, "the seed is 42 there and 43 here; set data_shuffle_seed (and enable_data_shuffling) as in the saved run"),
     ({"seq_length": 3}, "the sequence length is 4 there and 3 here; set max_target_length as in the saved run"),
     ({"split": "1,1"}, "it reads sequences 0 to 6 there and 0 to 3 here; set mmap_npy_split as in the saved run"),
   ],
@@ -293,7 +312,7 @@ def test_every_key_that_decides_the_order_is_compared(d1):
 
 
 def assert_not_a_state(state, order) -> None:
-  with pytest.raises(MMapError, match="was not saved by grain_file_type=mmap_npy of this version") as caught:
+  with pytest.raises(MMapError, match="was not saved by grain_file_type=mmap_npy or mmap of this version") as caught:
     check_state(state, order)
   assert "start a new run_name" in str(caught.value) and "\n" not in str(caught.value)
 

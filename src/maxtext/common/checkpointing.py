@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-in: a run on Megatron data resumes at its exact sample, or is refused.
+"""Stand-in: a run on Megatron data resumes at its exact sample, whatever the number of hosts, or is refused.
 
 The release restarts at sample 0 where a checkpoint has no iterator state, and reads changed data at the old position.
 """
@@ -9,11 +9,11 @@ import inspect
 import json
 from typing import TYPE_CHECKING
 
-import jax
-
 from maxtext._release.common import checkpointing as release
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
-from maxtext.input_pipeline._mmap_iterator import GlobalOrderIterator, check_state
+from maxtext.common import grain_utility
+from maxtext.input_pipeline._mmap_iterator import GlobalOrderIterator
+from maxtext.input_pipeline._mmap_order import check_state
 from maxtext.utils import max_logging
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def load_state_if_possible(checkpoint_manager, data_iterator, *args, step: int =
 
 def _check_position(checkpoint, step: int, iterator: GlobalOrderIterator, config) -> None:
   """Raises MMapError unless a checkpoint's data position can be continued to the last step of the run."""
-  path = checkpoint / "iter" / f"process_{jax.process_index()}-of-{jax.process_count()}.json"
-  state = _read_state(checkpoint, path)
+  path = _state_path(checkpoint)
+  state = _read_state(path)
   check_state(state, iterator.order)
   position, batch, available = state["next_sample"], iterator.global_batch_size, iterator.available_samples
   if config is not None and position + (config.steps - step - 1) * batch > available:  # the batch size may have changed
@@ -58,19 +58,25 @@ def _check_position(checkpoint, step: int, iterator: GlobalOrderIterator, config
   max_logging.log(f"Data continues at sample {position} of the global order ({path}).")
 
 
-def _read_state(checkpoint, path) -> dict:
-  """Returns the iterator state in the file of this host."""
-  if not path.parent.exists():
+def _state_path(checkpoint):
+  """Returns a file with the iterator state of a checkpoint: it is the same on every host of the saved run."""
+  folder = checkpoint / "iter"
+  if not folder.exists():
     raise MMapError(
         f"{checkpoint} has no data iterator state (no 'iter' folder), so the data would start again at sample 0; start a "
         "new run_name (load_parameters_path keeps the weights)."
     )
-  if not path.exists():
-    found = sorted(file.name for file in path.parent.glob("process_*.json"))
+  saved = grain_utility.saved_process(folder)
+  if saved is None:
     raise MMapError(
-        f"{path.parent} has no {path.name}, only {', '.join(found) or 'nothing'}: the run was saved by another number of "
-        "hosts; resume with that number."
+        f"{folder} has no process_0-of-N.json, so the data's position is not known; start a new run_name "
+        "(load_parameters_path keeps the weights)."
     )
+  return folder / f"process_{saved[0]}-of-{saved[1]}.json"
+
+
+def _read_state(path) -> dict:
+  """Returns the iterator state in a file."""
   try:
     return json.loads(path.read_text())
   except ValueError:

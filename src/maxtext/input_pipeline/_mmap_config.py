@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import math
+
 from maxtext.input_pipeline._mmap_files import MMapError
 
 FILE_TYPES = ("mmap", "mmap_npy")
+_EXPECTED = {
+    "mmap": "a dataset's path without suffix, or a folder of datasets",
+    "mmap_npy": "'npy_dir|dataset', a folder for index files and a path without suffix",
+}
 _MODES = (
     "use_sft",
     "use_dpo",
@@ -24,12 +30,22 @@ def uses_megatron_data(config) -> bool:
 
 def train_samples(config) -> int:
   """The requested number of training samples, which decides the order."""
-  return config.mmap_npy_num_samples or config.steps * config.global_batch_size_to_load
+  return config.mmap_npy_num_samples or train_reads(config)
+
+
+def train_reads(config) -> int:
+  """Samples of the order that training needs: those before its start, and those it reads."""
+  return config.mmap_npy_start_sample + config.steps * config.global_batch_size_to_load
 
 
 def eval_samples(config) -> int | None:
-  """The requested number of evaluation samples; None for one whole pass."""
-  return config.eval_steps * config.global_batch_size_to_load_eval if config.eval_steps > 0 else None
+  """The requested number of evaluation samples, which decides their order; None for one whole pass."""
+  return config.mmap_npy_num_eval_samples or eval_reads(config) or None
+
+
+def eval_reads(config) -> int:
+  """Samples that one evaluation reads; 0 for all there are."""
+  return max(config.eval_steps, 0) * config.global_batch_size_to_load_eval
 
 
 def require_files(values: dict) -> None:
@@ -37,7 +53,7 @@ def require_files(values: dict) -> None:
   evaluates = int(values.get("eval_interval") or -1) > 0
   for key, needed in (("grain_train_files", True), ("grain_eval_files", evaluates)):
     if needed and not values.get(key):
-      raise MMapError(f"{key} is empty; expected 'npy_dir|dataset', a folder for index files and a path without suffix.")
+      raise MMapError(f"{key} is empty; expected {_EXPECTED[values['grain_file_type']]}.")
 
 
 def validate(config) -> None:
@@ -46,15 +62,24 @@ def validate(config) -> None:
   Raises:
     MMapError: one sentence about the first key that cannot be used.
   """
-  if config.grain_file_type == "mmap":
-    raise MMapError("grain_file_type is 'mmap', which is not supported yet; use mmap_npy, which keeps Megatron's order.")
   _check_modes(config)
-  _check_files("grain_train_files", config.grain_train_files)
+  _check_files(config, "grain_train_files")
   if config.eval_interval > 0:
-    _check_files("grain_eval_files", config.grain_eval_files)
-  if config.mmap_npy_num_samples < 0:
-    raise MMapError(f"mmap_npy_num_samples is {config.mmap_npy_num_samples}; expected 0 (derived from steps) or more.")
+    _check_files(config, "grain_eval_files")
+  for key in ("mmap_npy_num_samples", "mmap_npy_num_eval_samples", "mmap_npy_start_sample", "mmap_npy_blend_margin"):
+    if not 0 <= getattr(config, key) < math.inf:
+      raise MMapError(f"{key} is {getattr(config, key)}; expected 0 or more.")
+  _check_file_type_keys(config)
   _check_split(config)
+
+
+def _check_file_type_keys(config) -> None:
+  """Refuses keys of Megatron's order where the file type has no such order."""
+  if config.grain_file_type == "mmap_npy":
+    return
+  for key in ("mmap_npy_num_samples", "mmap_npy_num_eval_samples", "mmap_npy_start_sample", "mmap_npy_split"):
+    if getattr(config, key):
+      raise MMapError(f"{key} is set, but grain_file_type=mmap has no such order; use mmap_npy, or leave the key out.")
 
 
 def _check_split(config) -> None:
@@ -78,11 +103,11 @@ def _check_modes(config) -> None:
   """Refuses what would read the data in another way than Megatron's order allows."""
   for key in _MODES:
     if getattr(config, key, False):
-      raise MMapError(f"{key} is true, which grain_file_type=mmap_npy does not support; set it to false.")
+      raise MMapError(f"{key} is true, which grain_file_type={config.grain_file_type} does not support; set it to false.")
   if config.expansion_factor_real_data not in (-1, 0, 1):
     raise MMapError(
-        f"expansion_factor_real_data is {config.expansion_factor_real_data}; with grain_file_type=mmap_npy every host "
-        "loads its own data, leave it at -1."
+        f"expansion_factor_real_data is {config.expansion_factor_real_data}; with Megatron datasets every host loads its own "
+        "data, leave it at -1."
     )
   if config.max_target_length < 1:
     raise MMapError(f"max_target_length is {config.max_target_length}; expected the tokens of a sample, 1 or more.")
@@ -97,11 +122,22 @@ def _check_modes(config) -> None:
     )
 
 
-def _check_files(key: str, text: str) -> None:
+def _check_files(config, key: str) -> None:
+  """Checks what a key says of datasets, without a look at the files."""
   from maxtext.input_pipeline import _mmap_datasource as datasource  # here, since every run imports this module
 
-  entries = datasource.parse_entries(text, key)
-  for entry, _ in entries:
+  text = getattr(config, key)
+  if config.grain_file_type == "mmap":
+    from maxtext.input_pipeline import _mmap_window_rows as window_rows
+
+    window_rows.check_mmap_files(key, text)
+    return
+  mixture = datasource.parse_mixture(text, key)
+  for entry in mixture.entries:
     datasource.parse_npy_entry(entry, key)
-  if len(entries) > 1:
-    raise MMapError(datasource.several_datasets(key, len(entries)))
+  samples = train_samples(config) if key == "grain_train_files" else eval_samples(config)
+  if mixture.weights is not None and samples is None:
+    raise MMapError(
+        f"{key} is a blend with weights, and eval_steps is {config.eval_steps}; set eval_steps or "
+        "mmap_npy_num_eval_samples, since the blend needs a size."
+    )

@@ -1,37 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grain data sources over Megatron datasets, and what `grain_train_files` may say about them.
 
-Replaces the release's module of this name; public names and signatures are kept. The classes of the order-free `mmap`
-file type are still the release's.
+Replaces the release's module of this name; public names and signatures are kept.
 """
 
 from __future__ import annotations
 
-import atexit
+from collections.abc import Sequence
 import dataclasses
 import functools
 import logging
 import math
-import os
-import shutil
-import tempfile
 from typing import NamedTuple
 
 import grain.python as grain
 import numpy as np
 
-from maxtext._release.input_pipeline._mmap_datasource import (
-  MMapIndexedDataSource,
-  MMapSampleIndexDataSource,
-  MultiShardMMapIndexedDataSource,
-  create_mmap_source,
-  get_mmap_dataset,
-)
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline._mmap_files import FileIdentity
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
-from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, resolve_dataset, resolve_shard_prefixes
+from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, resolve_shard_prefixes, split_paths
 from maxtext.input_pipeline._mmap_indexed_dataset import (
   DESCRIPTORS,
   DTYPE_CODES,
@@ -43,26 +32,35 @@ from maxtext.input_pipeline._mmap_indexed_dataset import (
   MMapError,
   MMapIndexedDataset,
 )
+from maxtext.input_pipeline._mmap_shards import Piece, ShardedDataset
+from maxtext.input_pipeline._mmap_windows import (
+  MMapIndexedDataSource,
+  MMapSampleIndexDataSource,
+  MultiShardMMapIndexedDataSource,
+  create_mmap_source,
+  get_mmap_dataset,
+)
 
 __all__ = [
-    "DTYPE_CODES",
-    "DTYPE_CODES_INV",
-    "MMAP_INDEX_HEADER_SIZE",
-    "MMAP_INDEX_MAGIC",
-    "MMAP_INDEX_MAGIC_LEN",
-    "MMAP_INDEX_VERSION",
-    "MMapDatasetConfig",
-    "MMapIndexedDataSource",
-    "MMapIndexedDataset",
-    "MMapSampleIndexDataSource",
-    "MegatronNpyDataSource",
-    "MultiShardMMapIndexedDataSource",
-    "create_mmap_npy_source",
-    "create_mmap_source",
-    "get_mmap_dataset",
-    "get_mmap_npy_dataset",
-    "parse_entries",
-    "parse_npy_entry",
+  "DTYPE_CODES",
+  "DTYPE_CODES_INV",
+  "MMAP_INDEX_HEADER_SIZE",
+  "MMAP_INDEX_MAGIC",
+  "MMAP_INDEX_MAGIC_LEN",
+  "MMAP_INDEX_VERSION",
+  "MMapDatasetConfig",
+  "MMapIndexedDataSource",
+  "MMapIndexedDataset",
+  "MMapSampleIndexDataSource",
+  "MegatronNpyDataSource",
+  "Mixture",
+  "MultiShardMMapIndexedDataSource",
+  "create_mmap_npy_source",
+  "create_mmap_source",
+  "get_mmap_dataset",
+  "get_mmap_npy_dataset",
+  "parse_mixture",
+  "parse_npy_entry",
 ]
 
 log = logging.getLogger(__name__)
@@ -88,8 +86,27 @@ class MMapDatasetConfig:
 # What grain_train_files says.
 
 
-def parse_entries(text: str, key: str = "grain_train_files") -> list[tuple[str, float]]:
-  """Parses "entry" or "entry,weight;entry,weight;..." to entries and their weights as written.
+class Mixture(NamedTuple):
+  """The datasets that a key names.
+
+  Attributes:
+    entries: each as written, without its weight.
+    weights: as written, or None where no entry has one.
+    mixed: whether there is a ';', so that even one entry counts as a blend.
+  """
+
+  entries: tuple[str, ...]
+  weights: tuple[float, ...] | None
+  mixed: bool
+
+  @property
+  def used(self) -> list[int]:
+    """Numbers of the entries that do not have weight 0."""
+    return [number for number in range(len(self.entries)) if self.weights is None or self.weights[number] > 0]
+
+
+def parse_mixture(text: str, key: str = "grain_train_files") -> Mixture:
+  """Parses "entry", "entry,weight;entry,weight;..." or, to use each entry once and whole, "entry;entry;...".
 
   A comma belongs to the path where there is only one entry, and before the last comma elsewhere.
 
@@ -99,39 +116,42 @@ def parse_entries(text: str, key: str = "grain_train_files") -> list[tuple[str, 
   if not text.replace(";", "").strip():
     raise MMapError(f"{key} is empty; expected the path of a Megatron dataset.")
   if ";" not in text:
-    return [(text.strip(), 1.0)]
-  entries = []
-  for number, part in enumerate(filter(str.strip, text.split(";"))):
-    entry, comma, weight = part.rpartition(",")
-    try:
-      value = float(weight) if comma else math.nan
-    except ValueError:
-      value = math.nan
-    if not entry.strip() or not math.isfinite(value) or value < 0:
-      raise MMapError(
-          f"{key}: entry {number} is {part.strip()!r}; expected 'entry,weight' with a finite weight of 0 or more."
-      )
-    entries.append((entry.strip(), value))
-  total = sum(weight for _, weight in entries)
+    return Mixture((text.strip(),), None, False)
+  parts = [part.strip() for part in text.split(";") if part.strip()]
+  if not any("," in part for part in parts):
+    return Mixture(tuple(parts), None, True)
+  entries, weights = zip(*(_weighted(part, number, key) for number, part in enumerate(parts)), strict=True)
+  total = sum(weights)
   if not 0 < total < math.inf:
     raise MMapError(f"{key}: the weights add up to {total}; expected a positive finite total.")
-  return entries
+  return Mixture(entries, weights, True)
 
 
-def parse_npy_entry(entry: str, key: str = "grain_train_files") -> tuple[str, str]:
-  """Parses "npy_dir|bin_prefix_or_directory" to its two halves.
+def _weighted(part: str, number: int, key: str) -> tuple[str, float]:
+  """Parses "entry,weight"."""
+  entry, comma, text = part.rpartition(",")
+  try:
+    weight = float(text) if comma else math.nan
+  except ValueError:
+    weight = math.nan
+  if not entry.strip() or not math.isfinite(weight) or weight < 0:
+    raise MMapError(f"{key}: entry {number} is {part!r}; expected 'entry,weight' with a finite weight of 0 or more.")
+  return entry.strip(), weight
+
+
+def parse_npy_entry(entry: str, key: str = "grain_train_files") -> tuple[str, list[str]]:
+  """Parses "npy_dir|path:path:..." to the index folder and the paths of the dataset's shards.
 
   Raises:
-    MMapError: if a half is missing, or the second names several paths.
+    MMapError: if a half is missing.
   """
-  folder, bar, path = (half.strip() for half in entry.partition("|"))
-  if not bar or not folder or not path or "|" in path:
+  folder, bar, paths = (half.strip() for half in entry.partition("|"))
+  if not bar or not folder or not paths or "|" in paths:
     raise MMapError(f"{key}: {entry!r} is not 'npy_dir|bin_prefix_or_directory', a folder for index files and a dataset.")
-  if "://" in folder + path:
-    raise MMapError(f"{key}: {entry!r} has a URL; object stores are not supported yet, mount it or copy the dataset.")
-  if ":" in path:
-    raise MMapError(f"{key}: {path!r} joins several paths by ':', which is not supported yet; give one dataset.")
-  return folder, path
+  try:
+    return folder, split_paths(paths)
+  except MMapError as error:
+    raise MMapError(f"{key}: {error}") from None
 
 
 # Samples in Megatron's order.
@@ -146,7 +166,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
 
   Args:
     npy_dir: folder of index files.
-    bin_paths: path of the dataset without suffix, or a folder that holds one dataset.
+    bin_paths: one or several prefixes of datasets, or folders of datasets, read as one dataset.
     eod_id: token that ends a document, looked for at some document ends; a warning says if it is nowhere.
     seq_length: tokens of a sample, without the extra one.
     split_sentences: the data was made with `--split-sentences`; otherwise such data is refused.
@@ -154,210 +174,262 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
     prebuilt_indices: document, sample and shuffle index, instead of files.
     request: the order to load from `npy_dir` or to build there, instead of `expected_hash`.
     write: whether to write indices that had to be built; None: if this is the primary process.
+    progress: see `_mmap_index_utils.iter_indices`.
 
   Raises:
     MMapError: if dataset or indices cannot be used.
   """
 
   def __init__(
-      self,
-      npy_dir: str,
-      bin_paths: str | list[str],
-      eod_id: int,
-      seq_length: int,
-      split_sentences: bool = False,
-      expected_hash: str | None = None,
-      prebuilt_indices: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
-      *,
-      request: IndexRequest | None = None,
-      write: bool | None = None,
+    self,
+    npy_dir: str,
+    bin_paths: str | list[str],
+    eod_id: int,
+    seq_length: int,
+    split_sentences: bool = False,
+    expected_hash: str | None = None,
+    prebuilt_indices: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    *,
+    request: IndexRequest | None = None,
+    write: bool | None = None,
+    progress=None,
   ):
-    prefix = resolve_dataset(bin_paths)
-    self._dataset = MMapIndexedDataset(prefix)
+    self.dataset = ShardedDataset(bin_paths)
     self._seq_length, self._eod_id = seq_length, eod_id
     self.index: cache.Index | None = None
     check = functools.partial(self._check_layout, split_sentences)
-    self._paths: tuple[str, ...] | None = None
+    paths: tuple[str, ...] | None = None
     if request is not None:
-      self.index = cache.open_index(npy_dir, prefix, request, write, check=check)
-      arrays, self._paths = self.index.arrays, self.index.paths
+      self.index = cache.open_index(npy_dir, self.dataset, request, write, progress, check)
+      arrays, paths = self.index.arrays, self.index.paths
     else:
-      check(dataclasses.asdict(self._dataset.scan()))
+      check([dataclasses.asdict(shard.scan()) for shard in self.dataset.shards])
       if prebuilt_indices is not None:
         arrays = prebuilt_indices
-        cache.check_ranges(arrays, len(self._dataset), "prebuilt_indices")
+        cache.check_ranges(arrays, len(self.dataset), "prebuilt_indices")
       else:
-        self._paths, arrays = cache.open_triplet(npy_dir, expected_hash, len(self._dataset))
-    self._document_index, self._sample_index, self._shuffle_index = arrays
+        paths, arrays = cache.open_triplet(npy_dir, expected_hash, len(self.dataset))
+    self._set_arrays(cache.StoredArrays(arrays, cache.ARRAYS, paths))
     self._check_eod(split_sentences)
     if request is None:
       self._check_seq_length(npy_dir)
 
+  def _set_arrays(self, stored: cache.StoredArrays) -> None:
+    self._stored = stored
+    self._document_index, self._sample_index, self._shuffle_index = stored.arrays
+
   def _check_layout(self, split_sentences: bool, facts) -> None:
-    prefix, head = self._dataset.path_prefix, self._dataset.header
-    if facts["sentence_split"] and not split_sentences:
-      raise MMapError(
-          f"{prefix}.idx has documents of several sequences ({head.num_sequences} sequences in {head.num_documents} "
-          "documents), as --split-sentences makes them; set mmap_split_sentences=true if that is meant."
-      )
-    stray = self._dataset.bin_file.size - facts["end"]
-    if stray:
-      log.warning("%s has %d bytes after its last sequence; they are ignored.", self._bin_path, stray)
+    for shard, fact in zip(self.dataset.shards, facts, strict=True):
+      head = shard.header
+      if fact["sentence_split"] and not split_sentences:
+        raise MMapError(
+          f"{shard.path_prefix}.idx has documents of several sequences ({head.num_sequences} sequences in "
+          f"{head.num_documents} documents), as --split-sentences makes them; set mmap_split_sentences=true if that is "
+          "meant."
+        )
+      stray = shard.bin_file.size - fact["end"]
+      if stray:
+        log.warning("%s has %d bytes after its last sequence; they are ignored.", shard.bin_file.path, stray)
 
   def _check_eod(self, split_sentences: bool) -> None:
     """Warns if no document that is looked at ends with the EOD token."""
-    dataset = self._dataset
-    documents = dataset.header.num_documents if split_sentences else len(dataset)
-    probes = np.linspace(0, documents - 1, min(_EOD_PROBES, documents), dtype=np.int64)
-    rows = dataset.doc_idx[probes + 1] - 1 if split_sentences else probes
-    rows = [row for row in rows.tolist() if row >= 0 and dataset.sizes[row]]
-    if rows and not any(dataset.get(row, int(dataset.sizes[row]) - 1, 1)[0] == self._eod_id for row in rows):
-      last = int(dataset.get(rows[0], int(dataset.sizes[rows[0]]) - 1, 1)[0])
+    pieces = [piece for piece in self._document_ends(split_sentences) if piece.length]
+    tokens = [int(token[0]) for token in self.dataset.read(pieces)]
+    if tokens and self._eod_id not in tokens:
       log.warning(
-          "NO EOD TOKEN FOUND: none of %d documents of %s ends with mmap_eod_id=%d (the first ends with %d), so "
-          "documents are not separated. Set mmap_eod_id to the token that preprocessing wrote, or preprocess with "
-          "--append-eod.",
-          len(rows),
-          dataset.path_prefix,
-          self._eod_id,
-          last,
+        "NO EOD TOKEN FOUND: none of %d documents of %s ends with mmap_eod_id=%d (the first ends with %d), so "
+        "documents are not separated. Set mmap_eod_id to the token that preprocessing wrote, or preprocess with "
+        "--append-eod.",
+        len(tokens),
+        self.dataset.name,
+        self._eod_id,
+        tokens[0],
       )
+
+  def _document_ends(self, split_sentences: bool) -> list[Piece]:
+    """Returns the last tokens of documents here and there; pieces of length 0 for empty documents."""
+    shards = self.dataset.shards
+    chosen = np.linspace(0, len(shards) - 1, min(_EOD_PROBES, len(shards)), dtype=np.int64).tolist()
+    pieces = []
+    for number in chosen:
+      shard = shards[number]
+      documents = shard.header.num_documents if split_sentences else len(shard)
+      probes = np.linspace(0, documents - 1, min(-(-_EOD_PROBES // len(chosen)), documents), dtype=np.int64)
+      rows = shard.doc_idx[probes + 1] - 1 if split_sentences else probes
+      for row in (row for row in rows.tolist() if row >= 0):
+        size = int(shard.sizes[row])
+        pieces.append(Piece(number, row, max(size - 1, 0), min(size, 1)))
+    return pieces
 
   def _check_seq_length(self, where: str) -> None:
     """Refuses indices that were built for another sequence length."""
     (document, offset), (last, end) = self._sample_index[0].tolist(), self._sample_index[1].tolist()
-    sizes = self._dataset.sizes[self._document_index[document:last]]
-    tokens = int(sizes.sum(dtype=np.int64)) - offset + end
+    lengths = [self._length(int(sequence)) for sequence in self._document_index[document:last]]
+    tokens = sum(lengths) - offset + end
     if len(self._shuffle_index) > 1 and tokens != self._seq_length:
       raise MMapError(
-          f"{where}: the indices were built for a sequence length of {tokens}, not {self._seq_length}; build them again."
+        f"{where}: the indices were built for a sequence length of {tokens}, not {self._seq_length}; build them again."
       )
 
-  @property
-  def path_prefix(self) -> str:
-    return self._dataset.path_prefix
+  def _length(self, sequence: int) -> int:
+    shard, row = self.dataset.locate(sequence)
+    return int(self.dataset.shards[shard].sizes[row])
 
   @property
-  def _bin_path(self) -> str:
-    return self._dataset.bin_file.path
+  def name(self) -> str:
+    """The dataset as a message names it."""
+    return self.dataset.name
 
   def __len__(self) -> int:
     return len(self._shuffle_index)
 
   def __getitem__(self, index) -> dict[str, np.ndarray]:
+    return {"text": self.read_rows([index])[0]}
+
+  def _sample(self, index) -> int:
+    """Returns the row of the sample index that element `index` is."""
     position = int(index)
     if position < 0:
       position += len(self)
     if not 0 <= position < len(self):
       raise IndexError(f"sample {index} of {len(self)}")
-    return {"text": self._read(int(self._shuffle_index[position]))}
+    return int(self._shuffle_index[position])
 
-  def _read(self, sample: int) -> np.ndarray:
-    """Reads the tokens of one row of the sample index, int32[seq_length + 1]."""
-    dtype, wanted = self._dataset.header.dtype, self._seq_length + 1
-    raw = np.empty((wanted + 1) * dtype.itemsize, np.uint8)  # a token more, to see a sample that is too long
-    descriptor = DESCRIPTORS.acquire(self._dataset.bin_file)
+  def read_rows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Reads several elements, int32[len(indices), seq_length + 1]."""
+    samples = [self._sample(index) for index in indices]
+    shards = self.dataset.shards
+    if len(shards) == 1 and not getattr(shards[0], "is_remote", False):
+      return self._read_compiled(shards[0], samples)
+    return self._read_pieces(samples)
+
+  def _read_compiled(self, shard: MMapIndexedDataset, samples: list[int]) -> np.ndarray:
+    """Reads samples of the one local file in one call."""
+    dtype, wanted = shard.header.dtype, self._seq_length + 1
+    raw = np.empty((len(samples), (wanted + 1) * dtype.itemsize), np.uint8)  # a token more, to see one that is too long
+    filled = np.empty(len(samples), np.int64)
+    descriptor = DESCRIPTORS.acquire(shard.bin_file)
     try:
-      filled = kernels.read_sample(
-          descriptor,
-          dtype.itemsize,
-          self._dataset.sizes,
-          self._dataset.pointers,
-          self._document_index,
-          self._sample_index,
-          sample,
-          1,
-          raw,
+      kernels.read_samples(
+        descriptor,
+        dtype.itemsize,
+        shard.sizes,
+        shard.pointers,
+        self._document_index,
+        self._sample_index,
+        np.array(samples, np.int64),
+        1,
+        raw,
+        filled,
       )
     finally:
-      DESCRIPTORS.release(self._dataset.bin_file)
-    if filled < 0:
-      filled = self._read_by_piece(sample, raw)
-    count = filled // dtype.itemsize
-    if count > wanted or count < wanted and sample != len(self._sample_index) - 2:  # the last may be partial
-      raise MMapError(
-          f"{self._bin_path}: sample {sample} has {'at least ' * (count > wanted)}{count} tokens; expected {wanted}; the "
-          "indices are damaged, build them again."
-      )
-    tokens = raw.view(dtype)[:wanted]
-    tokens[count:] = self._eod_id
-    if dtype.itemsize == 8 and kernels.any_outside(tokens, 0, np.iinfo(np.int32).max):
-      raise MMapError(f"{self._bin_path}: sample {sample} has token ids outside int32; MaxText's tokens are int32.")
+      DESCRIPTORS.release(shard.bin_file)
+    tokens = raw.view(dtype)[:, :wanted]
+    for row in np.flatnonzero(filled != wanted * dtype.itemsize).tolist():
+      if filled[row] < 0:  # piece by piece, which retries interrupted calls and tells what is wrong
+        pieces = self._pieces(samples[row])
+        found = np.concatenate(self._read(pieces, samples[row]))[: wanted + 1]
+        filled[row] = found.nbytes
+        raw.view(dtype)[row, : len(found)] = found
+      self._check_count(samples[row], int(filled[row]) // dtype.itemsize)
+      tokens[row, int(filled[row]) // dtype.itemsize :] = self._eod_id
+    if dtype.itemsize == 8 and kernels.any_outside(tokens.ravel(), 0, np.iinfo(np.int32).max):
+      bad = ((tokens < 0) | (tokens > np.iinfo(np.int32).max)).any(axis=1)
+      self._refuse_ids(samples[int(np.argmax(bad))])
     return tokens.astype(np.int32)
 
-  def _read_by_piece(self, sample: int, raw: np.ndarray) -> int:
-    """Reads a sample piece by piece, which retries interrupted calls and tells what is wrong; returns the bytes read."""
-    (document, offset), (last, end) = self._sample_index[sample].tolist(), self._sample_index[sample + 1].tolist()
-    filled = 0
-    for entry in range(document, last + 1):
-      sequence = int(self._document_index[entry])
-      stop = end + 1 if entry == last else int(self._dataset.sizes[sequence])
-      room = (len(raw) - filled) // self._dataset.header.dtype.itemsize
+  def _read_pieces(self, samples: list[int]) -> np.ndarray:
+    """Reads samples of several files, or of files at a URL, all pieces in one wave."""
+    pieces = [self._pieces(sample) for sample in samples]
+    found = iter(self._read([piece for sample in pieces for piece in sample], samples[0] if samples else 0))
+    rows = np.full((len(samples), self._seq_length + 1), self._eod_id, np.int32)
+    for row, (sample, parts) in enumerate(zip(samples, pieces, strict=True)):
+      self._check_count(sample, sum(piece.length for piece in parts))
+      filled = 0
+      for piece in parts:
+        tokens = next(found)
+        if tokens.dtype.itemsize == 8 and kernels.any_outside(tokens, 0, np.iinfo(np.int32).max):
+          self._refuse_ids(sample)
+        rows[row, filled : filled + piece.length] = tokens
+        filled += piece.length
+    return rows
+
+  def _read(self, pieces: Sequence[Piece], sample: int) -> list[np.ndarray]:
+    try:
+      return self.dataset.read(pieces)
+    except IndexError as error:
+      self._refuse_place(sample, error)
+
+  @property
+  def _where(self) -> str:
+    """The file of the tokens, or of the first of several shards."""
+    shards = self.dataset.shards
+    return shards[0].bin_file.path if len(shards) == 1 else self.name
+
+  def _refuse_place(self, sample: int, error: Exception):
+    raise MMapError(
+      f"{self._where}: sample {sample} lies outside the dataset ({error}); the dataset was replaced or the indices are "
+      "damaged, start again."
+    ) from error
+
+  def _refuse_ids(self, sample: int) -> None:
+    raise MMapError(f"{self._where}: sample {sample} has token ids outside int32; MaxText's tokens are int32.")
+
+  def _check_count(self, sample: int, count: int) -> None:
+    """Raises MMapError unless a sample has as many tokens as it should; the last row may have fewer."""
+    wanted = self._seq_length + 1
+    if count > wanted or count < wanted and sample != len(self._sample_index) - 2:
+      raise MMapError(
+        f"{self._where}: sample {sample} has {'at least ' * (count > wanted)}{count} tokens; expected {wanted}; the "
+        "indices are damaged, build them again."
+      )
+
+  def pieces(self, index: int) -> list[Piece]:
+    """Returns where the tokens of element `index` lie, in order."""
+    return self._pieces(self._sample(index))
+
+  def file_of(self, index: int, token: int) -> str:
+    """Returns the path of the `.bin` that holds a token of element `index`."""
+    ends = 0
+    for piece in self.pieces(index):
+      ends += piece.length
+      if token < ends:
+        return self.dataset.shards[piece.shard].bin_file.path
+    return self.name  # of a partial last sample
+
+  def _pieces(self, sample: int) -> list[Piece]:
+    (entry, offset), (last, end) = self._sample_index[sample].tolist(), self._sample_index[sample + 1].tolist()
+    pieces, left = [], self._seq_length + 2
+    while entry <= last and left > 0:
       try:
-        piece = self._dataset.get(sequence, offset, min(stop - offset, room)).view(np.uint8)
+        shard, row = self.dataset.locate(int(self._document_index[entry]))
       except IndexError as error:
-        raise MMapError(
-            f"{self._bin_path}: sample {sample} lies outside the dataset ({error}); the dataset was replaced or the "
-            "indices are damaged, start again."
-        ) from error
-      raw[filled : filled + len(piece)] = piece
-      filled, offset = filled + len(piece), 0
-    return filled
+        self._refuse_place(sample, error)
+      stop = end + 1 if entry == last else int(self.dataset.shards[shard].sizes[row])
+      pieces.append(Piece(shard, row, offset, min(stop - offset, left)))
+      left -= stop - offset
+      entry, offset = entry + 1, 0
+    return [piece for piece in pieces if piece.length]
 
   def __reduce__(self):
-    return _reopen, (self._shipped(),)
-
-  def _shipped(self) -> _Shipped:
-    """Says what a worker process needs; arrays that are in memory only are written to a temporary folder, once."""
-    arrays = (self._document_index, self._sample_index, self._shuffle_index)
-    if self._paths is None:
-      folder = tempfile.mkdtemp(prefix="maxtext-indices-")
-      atexit.register(shutil.rmtree, folder, ignore_errors=True)
-      self._paths = tuple(os.path.join(folder, f"{name}.npy") for name in cache.ARRAYS)
-      for path, array in zip(self._paths, arrays, strict=True):
-        cache.save_array(path, array)
-    shapes = tuple((array.dtype.str, array.shape) for array in arrays)
-    files = (self._dataset.bin_file, self._dataset.idx_file)
-    return _Shipped(self._dataset.path_prefix, files, self._paths, shapes, self._eod_id, self._seq_length)
+    files = tuple((shard.bin_file, shard.idx_file) for shard in self.dataset.shards)
+    return _reopen, (self.dataset.prefixes, files, self._stored.ship(), self._eod_id, self._seq_length)
 
 
-class _Shipped(NamedTuple):
-  """A source as it goes to a worker process.
-
-  Attributes:
-    prefix: of the dataset.
-    files: its `.bin` and `.idx` as the source opened them.
-    paths, shapes: index files, and dtype and shape of their arrays.
-    eod_id, seq_length: see `MegatronNpyDataSource`.
-  """
-
-  prefix: str
-  files: tuple[FileIdentity, ...]
-  paths: tuple[str, ...]
-  shapes: tuple[tuple[str, tuple[int, ...]], ...]
-  eod_id: int
-  seq_length: int
-
-
-def _reopen(shipped: _Shipped) -> MegatronNpyDataSource:
+def _reopen(prefixes, files: Sequence[tuple[FileIdentity, ...]], shipped, eod_id: int, seq_length: int):
   """Opens a source in a worker process.
 
   Raises:
     MMapError: if a file is not the one that the sending process had opened.
   """
   source = MegatronNpyDataSource.__new__(MegatronNpyDataSource)
-  source._dataset = MMapIndexedDataset(shipped.prefix)
-  for then, now in zip(shipped.files, (source._dataset.bin_file, source._dataset.idx_file), strict=True):
-    if not then.unchanged(now):
-      raise MMapError(f"{now.path} was changed since the run opened it; start again with the dataset as it is to be.")
-  try:
-    arrays = tuple(map(cache.map_array, shipped.paths))
-  except cache.StaleIndexError as error:
-    raise MMapError(f"{error}; it was changed since the run opened it, start again.") from error
-  if tuple((array.dtype.str, array.shape) for array in arrays) != shipped.shapes:
-    raise MMapError(f"{shipped.paths[0]} or a file beside it was changed since the run opened it; start again.")
-  source._document_index, source._sample_index, source._shuffle_index = arrays
-  source._paths, source._eod_id, source._seq_length = shipped.paths, shipped.eod_id, shipped.seq_length
+  source.dataset = ShardedDataset(list(prefixes))
+  for then, shard in zip(files, source.dataset.shards, strict=True):
+    for before, now in zip(then, (shard.bin_file, shard.idx_file), strict=True):
+      if not before.unchanged(now):
+        raise MMapError(f"{now.path} was changed since the run opened it; start again with the dataset as it is to be.")
+  source._set_arrays(shipped.open())
+  source._eod_id, source._seq_length = eod_id, seq_length
   source.index = None
   return source
 
@@ -365,17 +437,17 @@ def _reopen(shipped: _Shipped) -> MegatronNpyDataSource:
 def create_mmap_npy_source(
     spec, eod_id, seq_length, split_sentences, num_samples=None, seed=1234, split=None, split_index=0, num_epoch=1
 ) -> grain.MapDataset:
-  """Opens "npy_dir|bin_prefix_or_directory" as a Grain dataset of samples.
+  """Opens "npy_dir|path:path..." as a Grain dataset of samples.
 
   Args:
     spec: see `parse_npy_entry`.
     num_samples: samples asked for; None: `num_epoch` whole passes.
     Others: see `MegatronNpyDataSource` and `IndexRequest`.
   """
-  npy_dir, bin_path = parse_npy_entry(spec)
+  npy_dir, paths = parse_npy_entry(spec)
   epochs = None if num_samples else max(1, num_epoch)
   request = IndexRequest(seq_length, seed, num_samples or None, epochs, split or "", split_index)
-  source = MegatronNpyDataSource(npy_dir, bin_path, eod_id, seq_length, split_sentences, request=request)
+  source = MegatronNpyDataSource(npy_dir, paths, eod_id, seq_length, split_sentences, request=request)
   return grain.MapDataset.source(source)
 
 
@@ -400,18 +472,25 @@ def get_mmap_npy_dataset(
     split_index=0,
 ):
   """The released entry to the samples of one host; `apply_transforms` shards them and makes an iterator."""
-  del blend_cache_dir, blend_index_dir, blend_split, blend_margin  # only for several datasets
-  entries = parse_entries(data_file_pattern)
-  if len(entries) > 1:
-    raise MMapError(several_datasets("grain_train_files", len(entries)))
-  dataset = create_mmap_npy_source(
-      entries[0][0], eod_id, seq_length, split_sentences, num_samples, seed, split, split_index, num_epoch
+  from maxtext.input_pipeline import _mmap_stream as stream  # pylint: disable=import-outside-toplevel
+
+  settings = stream.StreamSettings(
+      files=data_file_pattern,
+      seq_length=seq_length,
+      eod_id=eod_id,
+      seed=seed,
+      num_samples=num_samples or None,
+      num_epochs=num_epoch,
+      split=split or "",
+      split_index=split_index,
+      split_sentences=split_sentences,
+      blend_margin=blend_margin,
+      blend_cache_dir=blend_cache_dir or "",
+      blend_index_dir=blend_index_dir or "",
+      part=blend_split,
   )
+  dataset = grain.MapDataset.source(stream.open_stream(settings).source)
   return apply_transforms(dataset, False, 0, 1, host_index, host_count, num_threads, prefetch_buffer_size)
-
-
-def several_datasets(key: str, count: int) -> str:
-  return f"{key} names {count} weighted datasets; blends are not supported yet, name one dataset."
 
 
 # Names of the released module, for those who import them.
@@ -426,13 +505,13 @@ def _parse_mmap_npy_spec(spec: str) -> tuple[str, list[str]]:
   if spec.count("|") != 1:
     raise MMapError(f"mmap_npy spec must be 'npy_dir|bin_paths', got: {spec!r}.")
   folder, paths = spec.split("|")
-  return folder.strip(), [path.strip() for path in paths.split(":")]
+  return folder.strip(), split_paths(paths)
 
 
 def _parse_weighted_mixture(data_file_pattern: str, format_name: str) -> tuple[list[str], list[float]]:
   """Returns entries and normalised weights of "entry,weight;...", those of weight 0 left out.
 
-  Unlike `parse_entries`, a single entry has a weight too.
+  Unlike `parse_mixture`, a single entry has a weight too.
   """
   entries, weights = [], []
   for number, part in enumerate(data_file_pattern.split(";")):

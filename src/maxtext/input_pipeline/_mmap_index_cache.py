@@ -12,6 +12,7 @@ Every process builds what it misses, in memory; only the primary process writes.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
@@ -21,8 +22,10 @@ import logging
 import math
 import os
 import secrets
+import shutil
+import tempfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -31,13 +34,14 @@ from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline._mmap_files import MMapError, MMapFileNotFoundError, map_file, reading
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
+from maxtext.input_pipeline._mmap_shards import ShardedDataset
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 STAMPS = "stamps.json"
-_MOST_STAMPS = 1000
+_MOST_STAMPS = 50_000
 _ABANDONED_AFTER = 3600  # seconds until a temporary file of a process that died is removed
 
 Triplet = tuple[np.ndarray, ...]  # document, sample and shuffle index
@@ -145,7 +149,8 @@ class Index:
 class Stamps:
   """Records about files that stay true while a file keeps its size and times; kept in `stamps.json` of a folder.
 
-  By name without folder, since a folder may be reached by other paths from other machines.
+  By name without folder, since a folder may be reached by other paths from other machines, and by size and times, since
+  datasets in several folders may share a name.
   """
 
   def __init__(self, folder: str):
@@ -156,20 +161,20 @@ class Stamps:
       try:
         with open(self._path, encoding="utf-8") as file:
           content = json.load(file)
-        if content["xxh3_128"] == _digest_of_json(content["records"]):
+        if content["xxh3_128"] == digest_of_json(content["records"]):
           self._records = content["records"]
       except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # only a saving of work
 
   def get(self, path: str) -> dict[str, Any] | None:
     """Returns the record of a file, or None if there is none or the file has changed."""
-    record = self._records.get(os.path.basename(path))
-    return record if record and record["stat"] == _stat(path) else None
+    return self._records.get(_stamp_key(path, stat_of(path)))
 
   def put(self, path: str, stat: list[int], **record) -> dict[str, Any]:
-    """Keeps a record; `stat` is `_stat(path)` from before the file was read."""
-    self._records.pop(os.path.basename(path), None)  # so that the latest are the last
-    self._records[os.path.basename(path)] = record = {**record, "stat": stat}
+    """Keeps a record; `stat` is `stat_of(path)` from before the file was read."""
+    key = _stamp_key(path, stat)
+    self._records.pop(key, None)  # so that the latest are the last
+    self._records[key] = record
     self.changed = True
     return record
 
@@ -178,13 +183,17 @@ class Stamps:
       return
     self._records = dict(list(self._records.items())[-_MOST_STAMPS:])
     try:
-      _save_json(self._path, {"records": self._records, "xxh3_128": _digest_of_json(self._records)})
+      _save_json(self._path, {"records": self._records, "xxh3_128": digest_of_json(self._records)})
       self.changed = False
     except OSError:
       pass
 
 
-def _stat(path: str) -> list[int]:
+def _stamp_key(path: str, stat: list[int]) -> str:
+  return "|".join((os.path.basename(path), *map(str, stat)))
+
+
+def stat_of(path: str) -> list[int]:
   status = os.stat(path)
   return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
@@ -192,33 +201,43 @@ def _stat(path: str) -> list[int]:
 # What an order is built from.
 
 
-def dataset_facts(prefix: str, stamps: Stamps | None = None) -> dict[str, Any]:
-  """Returns the checksum of `prefix.idx` and what `MMapIndexedDataset.scan` finds in it, from the stamps if it can.
+def dataset_facts(dataset: str | MMapIndexedDataset, stamps: Stamps | None = None) -> dict[str, Any]:
+  """Returns the checksum of an `.idx` file and what `MMapIndexedDataset.scan` finds in it, from the stamps if it can.
 
   Raises:
-    MMapError: if the dataset is damaged or holds no token.
+    MMapError: if the dataset is damaged.
   """
-  dataset = MMapIndexedDataset(prefix)
-  path = prefix + ".idx"
+  if isinstance(dataset, str):
+    dataset = MMapIndexedDataset(dataset)
+  path = dataset.idx_file.path
   facts = stamps.get(path) if stamps else None
   if facts is None:
-    stat = _stat(path)
+    stat = stat_of(path)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
       digest = pool.submit(lambda: xxhash.xxh3_128_hexdigest(map_file(path)))
       scanned = dataclasses.asdict(dataset.scan())
       facts = {**scanned, "digest": digest.result()}
     if stamps:
       stamps.put(path, stat, **facts)
-  if not len(dataset):
-    raise MMapError(f"{path} has no sequences; the dataset is empty.")
-  if not facts["tokens"]:
-    raise MMapError(f"{path} has {len(dataset)} sequences and 0 tokens; every sequence is empty.")
   head = dataset.header
   return {**facts, "sequences": head.num_sequences, "documents": head.num_documents, "dtype": head.dtype.name}
 
 
+def _check_not_empty(dataset: ShardedDataset, facts) -> None:
+  """Raises MMapError if all shards together hold nothing to read; one empty shard among others does no harm."""
+  where = f"{dataset.name}.idx" if len(dataset.shards) == 1 else dataset.name
+  if not len(dataset):
+    raise MMapError(f"{where} has no sequences; the dataset is empty.")
+  if not sum(fact["tokens"] for fact in facts):
+    raise MMapError(f"{where} has {len(dataset)} sequences and 0 tokens; every sequence is empty.")
+
+
+def open_dataset(paths: str | Sequence[str] | ShardedDataset) -> ShardedDataset:
+  return paths if isinstance(paths, ShardedDataset) else ShardedDataset(paths)
+
+
 def describe(
-    input_paths: str | Sequence[str],
+    input_paths: str | Sequence[str] | ShardedDataset,
     request: IndexRequest,
     separate_last_epoch: bool | None = None,
     stamps: Stamps | None = None,
@@ -234,17 +253,18 @@ def describe(
     raise MMapError(f"{request.num_samples} samples were asked for; expected 1 or more.")
   if not 0 <= request.seed < 2**32:
     raise MMapError(f"the seed is {request.seed}; expected 0 to {2**32 - 1}, as NumPy's generator takes it.")
-  prefixes = utils.resolve_shard_prefixes(input_paths)
-  facts = [dataset_facts(prefix, stamps) for prefix in prefixes]
-  sequences = sum(fact["sequences"] for fact in facts)
+  dataset = open_dataset(input_paths)
+  facts = [dataset_facts(shard, stamps) for shard in dataset.shards]
+  _check_not_empty(dataset, facts)
+  sequences = len(dataset)
   begin, end = (0, sequences)
   if request.split:
     begin, end = utils.parse_split_range(request.split, request.split_index, sequences)
-  tokens = _tokens_between(prefixes, facts, begin, end)
+  tokens = _tokens_between(dataset, facts, begin, end)
   if not tokens:
     raise MMapError(
         f"the {utils.SPLIT_NAMES[request.split_index]} part of split {request.split!r} is sequences {begin} to {end} of "
-        f"{sequences} in {prefixes[0]} and holds {end - begin} sequences and 0 tokens; give it a larger share."
+        f"{sequences} in {dataset.name} and holds {end - begin} sequences and 0 tokens; give it a larger share."
     )
   plan = utils.plan_epochs(
       tokens, request.seq_length, request.num_samples, request.num_epochs, request.add_extra_token
@@ -263,30 +283,23 @@ def describe(
       "num_epochs": plan.num_epochs,
       "separate_last_epoch": plan.separate_last_epoch,
   }
-  return IndexDescription(_digest_of_json(built_from), built_from, plan, begin, end, tokens, tuple(facts))
+  return IndexDescription(digest_of_json(built_from), built_from, plan, begin, end, tokens, tuple(facts))
 
 
-def _tokens_between(prefixes, facts, begin: int, end: int) -> int:
+def _tokens_between(dataset: ShardedDataset, facts, begin: int, end: int) -> int:
   """Returns the tokens of sequences [begin, end); by two byte offsets where sequences follow each other."""
   total = first = 0
-  for prefix, fact in zip(prefixes, facts, strict=True):
-    low, high = (min(max(bound - first, 0), fact["sequences"]) for bound in (begin, end))
-    first += fact["sequences"]
-    if high - low == fact["sequences"]:
+  for shard, fact in zip(dataset.shards, facts, strict=True):
+    low, high = (min(max(bound - first, 0), len(shard)) for bound in (begin, end))
+    first += len(shard)
+    if high - low == len(shard):
       total += fact["tokens"]
     elif low < high and fact["contiguous"]:
-      dataset = MMapIndexedDataset(prefix)
-      ends = [int(dataset.pointers[row]) if row < len(dataset) else fact["end"] for row in (low, high)]
-      total += (ends[1] - ends[0]) // dataset.header.dtype.itemsize
+      ends = [int(shard.pointers[row]) if row < len(shard) else fact["end"] for row in (low, high)]
+      total += (ends[1] - ends[0]) // shard.header.dtype.itemsize
     elif low < high:
-      total += int(MMapIndexedDataset(prefix).sizes[low:high].sum(dtype=np.int64))
+      total += int(shard.sizes[low:high].sum(dtype=np.int64))
   return total
-
-
-def sequence_lengths(input_paths: str | Sequence[str]) -> np.ndarray:
-  """Returns the tokens of every sequence of the datasets, in order, int32[N]."""
-  lengths = [MMapIndexedDataset(prefix).sizes for prefix in utils.resolve_shard_prefixes(input_paths)]
-  return lengths[0] if len(lengths) == 1 else np.concatenate(lengths)
 
 
 # Building and writing.
@@ -306,7 +319,7 @@ def iter_description(input_paths, request: IndexRequest, description: IndexDescr
         f"and this machine has {memory} of memory; ask for fewer samples, or build them on a larger machine."
     )
   return utils.iter_indices(
-      sequence_lengths(input_paths),
+      open_dataset(input_paths).sizes,
       description.longest,
       description.begin,
       description.end,
@@ -341,7 +354,7 @@ def build_and_save(
     saved = [write.result() for write in writes]
     _save_metadata(folder, description, arrays, [digest for digest, _ in saved])
   except OSError as error:
-    return tuple(arrays), error
+    return tuple(arrays), error.with_traceback(None)  # whose frames would keep their arrays
   for path, (digest, stat) in zip(description.paths(folder).values(), saved, strict=True):
     stamps.put(path, stat, digest=digest)
   stamps.save()
@@ -350,14 +363,14 @@ def build_and_save(
 
 def _save_with_digest(path: str, array: np.ndarray) -> tuple[str, list[int]]:
   save_array(path, array)
-  return _digest(array), _stat(path)
+  return _digest(array), stat_of(path)
 
 
 def _digest(array: np.ndarray) -> str:
   return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B") if array.size else b"")
 
 
-def _digest_of_json(content: dict) -> str:
+def digest_of_json(content: dict) -> str:
   return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -383,7 +396,14 @@ def _save_json(path: str, content: dict) -> None:
 
 def save_array(path: str, array: np.ndarray) -> None:
   """Writes an array as `.npy` so that `path` is never seen half-written."""
-  _write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
+  _write_atomically(path, lambda file: _write_array(file, array))
+
+
+def _write_array(file, array: np.ndarray) -> None:
+  """Writes `.npy`, as np.save does; but np.save does not tell when the last bytes found no room on the disk."""
+  array = np.asarray(array, order="C")
+  np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+  file.write(memoryview(array).cast("B") if array.size else b"")
 
 
 def _write_atomically(path: str, write) -> None:
@@ -420,46 +440,67 @@ def open_index(
   """Loads the indices of a request from a folder, or builds them, and writes them there if this process should.
 
   Args:
-    folder: of index files; made if need be.
-    input_paths: dataset prefixes or folders.
+    folder: of index files, ours or Megatron's; made if need be. Of a URL, a local copy.
+    input_paths: dataset prefixes or folders, or a ShardedDataset.
     request: settings of the order.
     write: whether to write what had to be built; None: if this is the primary process.
     progress: see `_mmap_index_utils.iter_indices`.
-    check: called with the facts of the first dataset before anything is built; may raise.
+    check: called with the facts of every shard before anything is built; may raise.
 
   Raises:
     MMapError: if the dataset is damaged or the request cannot be met. A folder that cannot be written is a warning.
   """
+  dataset = open_dataset(input_paths)
+  source, folder = folder, local_folder(folder)
   stamps = Stamps(folder)
-  description = describe(input_paths, request, stamps=stamps)
+  description = describe(dataset, request, stamps=stamps)
   if check is not None:
-    check(description.facts[0])
-  paths = tuple(description.paths(folder).values())
-  try:
-    arrays = load(folder, description, stamps)
-    if stamps.changed and _writes(write):
+    check(description.facts)
+  names = [*description.paths("").values(), description.metadata_path("")]
+  folder = local_folder(source, [os.path.basename(name) for name in names])
+  index = _find_index(folder, dataset, request, description, stamps)
+  if index is not None:
+    if stamps.changed and writes(write):
       stamps.save()
-    return Index(description, arrays, True, paths)
-  except (FileNotFoundError, NotADirectoryError):
-    log.info("%s has no indices for this order; building them (%s).", folder, description.name)
-  except StaleIndexError as error:
-    log.warning("%s; building the indices again.", error)
-  except OSError as error:
-    log.warning("%s cannot be read (%s); building the indices again.", error.filename, error.strerror)
-  if not _writes(write):
-    arrays = tuple(array for _, array in iter_description(input_paths, request, description, progress))
+    return index
+  if not writes(write):
+    arrays = tuple(array for _, array in iter_description(dataset, request, description, progress))
     return Index(description, arrays, False, None)
-  arrays, error = build_and_save(folder, input_paths, request, description, stamps, progress)
+  arrays, error = build_and_save(folder, dataset, request, description, stamps, progress)
   if error:
     log.warning("Cannot write indices to %s (%s); they stay in memory and every start builds them again.", folder, error)
     return Index(description, arrays, False, None)
+  paths = tuple(description.paths(folder).values())
   try:
     return Index(description, tuple(map(map_array, paths)), False, paths)  # mapped: the memory is given back
   except (StaleIndexError, OSError):  # somebody else was at work in the folder
     return Index(description, arrays, False, None)
 
 
-def _writes(write: bool | None) -> bool:
+def local_folder(folder: str, names: Sequence[str] = ()) -> str:
+  """Returns a folder itself, or for a URL its local copy, into which those of the named files that exist are fetched."""
+  if "://" not in folder:
+    return folder
+  from maxtext.input_pipeline import _mmap_remote as remote  # pylint: disable=import-outside-toplevel
+
+  return remote.fetch_files(folder, names)
+
+
+def _find_index(folder: str, dataset: ShardedDataset, request, description, stamps) -> Index | None:
+  """Loads an order that the folder holds; says why if it does not."""
+  try:
+    arrays = load(folder, description, stamps)
+    return Index(description, arrays, True, tuple(description.paths(folder).values()))
+  except (FileNotFoundError, NotADirectoryError):
+    log.info("%s has no indices for this order (%s).", folder, description.name)
+  except StaleIndexError as error:
+    log.warning("%s; building the indices again.", error)
+  except OSError as error:
+    log.warning("%s cannot be read (%s); building the indices again.", error.filename, error.strerror)
+  return None
+
+
+def writes(write: bool | None) -> bool:
   return utils.is_primary_process() if write is None else write
 
 
@@ -488,7 +529,7 @@ def load(folder: str, description: IndexDescription, stamps: Stamps) -> Triplet:
       raise StaleIndexError(f"{path} is {array.dtype.str}{list(array.shape)}; expected {dtype}{list(shape)}")
     record = stamps.get(path)
     if not record or record.get("digest") != digest:
-      stat = _stat(path)
+      stat = stat_of(path)
       if _digest(array) != digest:
         raise StaleIndexError(f"{path} has changed since it was written (checksum)")
       stamps.put(path, stat, digest=digest)
@@ -517,6 +558,55 @@ def map_array(path: str) -> np.ndarray:
   if dtype.kind not in "iu" or fortran and len(shape) > 1 or not fits:
     raise StaleIndexError(f"{path} has {len(raw) - start} bytes of data; its header says {dtype.str}{list(shape)}")
   return raw[start:].view(dtype).reshape(shape)
+
+
+class StoredArrays:
+  """Arrays and the files they are in, so that worker processes map them instead of receiving copies.
+
+  Args:
+    arrays: in memory, or mapped from `paths`.
+    names: of the arrays, for files that have to be written.
+    paths: the files; None if the arrays are in memory only.
+  """
+
+  def __init__(self, arrays: Sequence[np.ndarray], names: Sequence[str], paths: Sequence[str] | None = None):
+    self.arrays, self._names, self._paths = tuple(arrays), tuple(names), paths
+
+  def ship(self) -> ShippedArrays:
+    """Says what a worker process needs; arrays in memory go to a temporary folder, once, which ends with the process."""
+    if self._paths is None:
+      folder = tempfile.mkdtemp(prefix="maxtext-indices-")
+      atexit.register(shutil.rmtree, folder, ignore_errors=True)
+      self._paths = [os.path.join(folder, f"{name}.npy") for name in self._names]
+      for path, array in zip(self._paths, self.arrays, strict=True):
+        save_array(path, array)
+    return ShippedArrays(self._names, tuple(self._paths), tuple((array.dtype.str, array.shape) for array in self.arrays))
+
+
+class ShippedArrays(NamedTuple):
+  """Stored arrays as they go to a worker process: names and files, dtype and shape of each."""
+
+  names: tuple[str, ...]
+  paths: tuple[str, ...]
+  shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+  def open(self) -> StoredArrays:
+    """Maps the files.
+
+    Raises:
+      MMapError: if one is not what the sending process had.
+    """
+    try:
+      found = tuple(map(map_array, self.paths))
+    except StaleIndexError as error:
+      raise MMapError(f"{error}; it was changed since the run opened it, start again.") from error
+    arrays = []
+    for path, array, (dtype, shape) in zip(self.paths, found, self.shapes, strict=True):
+      size = math.prod(shape)
+      if array.dtype.str != dtype or array.ndim != len(shape) or array.size < size:
+        raise MMapError(f"{path} was changed since the run opened it; start again.")
+      arrays.append(array.reshape(-1)[:size].reshape(shape))  # of a blend that is longer than asked for, the beginning
+    return StoredArrays(arrays, self.names, self.paths)
 
 
 def triplet_paths(folder: str, name: str | None) -> tuple[str, ...]:

@@ -263,3 +263,93 @@ def segments_and_positions(tokens, eod_id, distance, segments, positions):
       first = k
     segments[k] = segment
     positions[k] = k - first
+
+
+@_jit
+def read_samples(descriptor, itemsize, sizes, pointers, document_index, sample_index, samples, extra, out, filled):
+  """Calls `read_sample` for several samples.
+
+  Args:
+    samples: integers, [n], rows of `sample_index`.
+    out: uint8[n, capacity].
+    filled: int64[n], what `read_sample` returns for each.
+    Others: see `read_sample`.
+  """
+  for k in range(samples.shape[0]):
+    filled[k] = read_sample(
+      descriptor, itemsize, sizes, pointers, document_index, sample_index, samples[k], extra, out[k]
+    )
+
+
+@_jit
+def batch_segments_and_positions(tokens, eod_id, distance, segments, positions):
+  """Calls `segments_and_positions` for each row; tokens integers [n, length], the results int32[n, length]."""
+  for k in range(tokens.shape[0]):
+    segments_and_positions(tokens[k], eod_id, distance, segments[k], positions[k])
+
+
+@_jit
+def blend(weights, first, drawn, dataset_index, dataset_sample_index):
+  """Draws from several datasets so that the share of each follows its weight: draws `first` and on of a blend.
+
+  Each draw takes the dataset whose count lags its share most, the lowest on ties; in the arithmetic of megatron-core's
+  `build_blending_indices`. The two halves are searched side by side, since a search waits for each comparison.
+
+  Args:
+    weights: float64[datasets], positive, of sum 1.
+    first: draws made before.
+    drawn: float64[datasets], how often each dataset was drawn; updated.
+    dataset_index, dataset_sample_index: int16[n] and int64[n], filled: dataset of each draw, and its draws before.
+  """
+  datasets = weights.shape[0]
+  half = datasets // 2
+  for k in range(dataset_index.shape[0]):
+    draws = max(float(first + k), 1.0)
+    low, low_at = weights[0] * draws - drawn[0], 0
+    high, high_at = weights[half] * draws - drawn[half], half
+    for i in range(1, half):
+      lag = weights[i] * draws - drawn[i]
+      more = lag > low
+      low = lag if more else low
+      low_at = i if more else low_at
+      lag = weights[half + i] * draws - drawn[half + i]
+      more = lag > high
+      high = lag if more else high
+      high_at = half + i if more else high_at
+    if datasets & 1:
+      lag = weights[datasets - 1] * draws - drawn[datasets - 1]
+      high_at = datasets - 1 if lag > high else high_at
+      high = max(lag, high)
+    chosen = high_at if high > low else low_at
+    dataset_index[k] = chosen
+    dataset_sample_index[k] = np.int64(drawn[chosen])
+    drawn[chosen] += 1.0
+
+
+@_jit
+def blend_exhaustively(sizes, weights, left, first, drawn, dataset_index, dataset_sample_index):
+  """Like `blend`, but draws exactly `sizes[i]` times from dataset i: one that is used up takes no part any more.
+
+  Args:
+    sizes: int64[datasets].
+    weights: float64[datasets], share of each size in their sum.
+    left: int64[datasets + 1], updated: datasets that are not used up, ascending, and their number at the end.
+    first, drawn, dataset_index, dataset_sample_index: see `blend`.
+  """
+  for k in range(dataset_index.shape[0]):
+    draws = max(float(first + k), 1.0)
+    place = 0
+    most = weights[left[0]] * draws - drawn[left[0]]
+    for p in range(1, left[-1]):
+      lag = weights[left[p]] * draws - drawn[left[p]]
+      more = lag > most
+      most = lag if more else most
+      place = p if more else place
+    chosen = left[place]
+    dataset_index[k] = chosen
+    dataset_sample_index[k] = np.int64(drawn[chosen])
+    drawn[chosen] += 1.0
+    if drawn[chosen] == sizes[chosen]:
+      left[-1] -= 1
+      for p in range(place, left[-1]):
+        left[p] = left[p + 1]

@@ -8,6 +8,7 @@ shuffle index. The unit that Megatron calls a document is one sequence of the `.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import datetime
@@ -15,6 +16,7 @@ import functools
 import glob
 import math
 import os
+import re
 import sys
 from typing import Any
 
@@ -34,6 +36,10 @@ SPLIT_NAMES = ("train", "valid", "test")
 _PIECE = 1 << 22  # elements between two progress reports
 _DOCUMENTS = 1 << 16  # documents whose sizes are added up at a time
 
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+")
+_HOST = re.compile(_SCHEME.pattern + r"://[^/]*")
+_PORT = re.compile(r"\d+(/|\s*$)")
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -44,53 +50,72 @@ def _silent(stage: str, done: int, total: int) -> None:
 # Finding datasets.
 
 
+def split_paths(text: str) -> list[str]:
+  """Splits paths that are joined by ':'; the colon of a scheme or before a port is part of its URL.
+
+  Raises:
+    MMapError: if a path between two colons is empty.
+  """
+  paths: list[str] = []
+  for part in text.split(":"):
+    before = paths[-1] if paths else ""
+    in_scheme = part.startswith("//") and _SCHEME.fullmatch(before)
+    in_host = _PORT.match(part) and _HOST.fullmatch(before)
+    if in_scheme or in_host:
+      paths[-1] += ":" + part
+    else:
+      paths.append(part)
+  paths = [path.strip() for path in paths]
+  if not all(paths):
+    raise MMapError(f"{text!r} has an empty path; give one path, or several joined by ':'.")
+  return paths
+
+
 def resolve_shard_prefixes(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
-  """Finds the datasets that paths name.
+  """Finds the datasets that paths name, in the order in which they are read as one: sorted as text.
+
+  So `part_10` comes before `part_2`, as in the release.
 
   Args:
-    paths: one or several dataset prefixes (`/data/books` for `/data/books.idx`) or folders of datasets.
+    paths: one or several dataset prefixes (`/data/books` for `/data/books.idx`) or folders of datasets; local or URLs.
 
   Returns:
     Sorted prefixes, without suffix.
 
   Raises:
-    MMapError: if a path names no dataset, or half of one.
+    MMapError: if a path names no dataset or half of one, or two paths name the same.
   """
   found: list[str] = []
   for path in _as_list(paths):
-    if os.path.isfile(path + ".idx") or os.path.isfile(path + ".bin") or not os.path.isdir(path):
-      prefixes = [path]
-    else:
-      prefixes = [name[: -len(".idx")] for name in glob.glob(os.path.join(glob.escape(path), "*.idx"))]
-      if not prefixes:
-        raise MMapFileNotFoundError(f"{path} has no .idx files; give a dataset's path without suffix, or its folder.")
-    for prefix in prefixes:
-      check_pair(prefix)
-    found.extend(prefixes)
+    found.extend(_resolve_url(path) if "://" in path else _resolve_local(path))
   if not found:
     raise MMapFileNotFoundError("no dataset path was given; give a path without .idx or .bin, or a folder of datasets.")
+  twice = [path for path, count in collections.Counter(found).items() if count > 1]
+  if twice:
+    raise MMapError(f"{twice[0]} is named twice in one dataset; name each of its shards once.")
   return sorted(found)
+
+
+def _resolve_local(path: str) -> list[str]:
+  if os.path.isfile(path + ".idx") or os.path.isfile(path + ".bin") or not os.path.isdir(path):
+    prefixes = [path]
+  else:
+    prefixes = [name[: -len(".idx")] for name in glob.glob(os.path.join(glob.escape(path), "*.idx"))]
+    if not prefixes:
+      raise MMapFileNotFoundError(f"{path} has no .idx files; give a dataset's path without suffix, or its folder.")
+  for prefix in prefixes:
+    check_pair(prefix)
+  return prefixes
+
+
+def _resolve_url(path: str) -> list[str]:
+  from maxtext.input_pipeline import _mmap_remote as remote  # pylint: disable=import-outside-toplevel
+
+  return remote.resolve(path)
 
 
 def _as_list(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
   return [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-
-
-def resolve_dataset(path: str | os.PathLike | Sequence[str | os.PathLike]) -> str:
-  """Finds the one dataset that a path names.
-
-  Raises:
-    MMapError: if there is none, if there are several, or if the path is not on this machine's file system.
-  """
-  if "://" in str(path):
-    raise MMapError(f"{path} is a URL; object stores are not supported yet, mount it or copy the dataset.")
-  prefixes = resolve_shard_prefixes(path)
-  if len(prefixes) > 1:
-    raise MMapError(
-        f"{path} holds {len(prefixes)} datasets; several shards as one dataset are not supported yet, name one of them "
-        f"(for example {prefixes[0]})."
-    )
-  return prefixes[0]
 
 
 def get_num_documents(path_prefixes: Sequence[str]) -> int:
@@ -490,10 +515,20 @@ def build_metadata(
   }
 
 
-def convert_blend(dataset_specs, *args, **kwargs):
-  """Refuses: blends come with a later version.
+def convert_blend(
+    dataset_specs,
+    total_samples,
+    seq_length,
+    seed=1234,
+    margin=0.5,
+    max_workers=None,
+    split=None,
+    split_index=0,
+    add_extra_token=1,
+    blend_index_output_dir=None,
+):
+  """Builds and writes the indices of a blend and of its children; see `_megatron_blending.write_blend`."""
+  from maxtext.input_pipeline import _megatron_blending as blending  # pylint: disable=import-outside-toplevel
 
-  Raises:
-    MMapError: always.
-  """
-  raise MMapError(f"{len(dataset_specs)} datasets were given to blend; blends are not supported yet, convert each alone.")
+  request = _request(seq_length, seed, total_samples, None, split, split_index, add_extra_token)[1]
+  return blending.write_blend(dataset_specs, request, margin, max_workers, blend_index_output_dir)

@@ -7,14 +7,13 @@ import multiprocessing
 from multiprocessing import resource_tracker
 import os
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import grain.python as grain
 import numpy as np
 
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
-
-STATE_FORMAT = 1
+from maxtext.input_pipeline._mmap_order import STATE_FORMAT, check_state
 
 
 def _end_with_parent(worker_index: int, worker_count: int) -> None:
@@ -38,6 +37,33 @@ def _start_quiet_tracker() -> None:
       os.environ["PYTHONWARNINGS"] = before
 
 
+class Rows(Protocol):
+  """Random access to the samples of a global order, several at a time. Goes to worker processes, so it can be pickled."""
+
+  def __len__(self) -> int:
+    """Samples of the order."""
+    ...
+
+  def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the fields of some samples, each [len(indices), length]."""
+    ...
+
+
+class _HostBatches(grain.RandomAccessDataSource):
+  """The batches of one host as a Grain source; element b is a dict of arrays [host batch, length]."""
+
+  def __init__(self, rows: Rows, first: int, global_batch_size: int, shard_index: int, shard_count: int):
+    self._rows, self._first, self._global_batch_size = rows, first, global_batch_size
+    self._shard_index, self._shard_count = shard_index, shard_count
+
+  def __len__(self) -> int:
+    return max(len(self._rows) - self._first, 0) // self._global_batch_size
+
+  def __getitem__(self, index) -> dict[str, np.ndarray]:
+    first = self._first + int(index) * self._global_batch_size
+    return self._rows.rows(np.arange(first + self._shard_index, first + self._global_batch_size, self._shard_count))
+
+
 class GlobalOrderDataset(grain.IterDataset):
   """Batches of one host, drawn from a global order.
 
@@ -45,19 +71,21 @@ class GlobalOrderDataset(grain.IterDataset):
   takes h, h + H, h + 2 H, ... of them. Workers and threads load whole batches ahead and never change their order.
 
   Args:
-    samples: random access to the global order; element i is a dict of arrays.
+    rows: the samples of the global order.
     global_batch_size: samples of one step over all hosts, divisible by `shard_count`.
     shard_index, shard_count: this host, and hosts in all.
-    order: JSON-able, what decides the order; kept in the state. See `describe_order`.
+    order: JSON-able, what decides the order; kept in the state. See `_mmap_stream.describe_order`.
     workers: processes that load batches, 0 to load in threads of this process.
     worker_buffer: batches that each worker keeps ready for this process.
     buffered: batches that the threads of a process read ahead.
     threads: that read within a process.
+    start: sample of the global order to begin at.
+    keep_last: keep the last batch, see `GlobalOrderIterator.last_batch`.
   """
 
   def __init__(
       self,
-      samples: grain.MapDataset,
+      rows: Rows,
       global_batch_size: int,
       shard_index: int,
       shard_count: int,
@@ -66,6 +94,8 @@ class GlobalOrderDataset(grain.IterDataset):
       worker_buffer: int = 1,
       buffered: int = 1,
       threads: int = 1,
+      start: int = 0,
+      keep_last: bool = False,
   ):
     super().__init__()
     if global_batch_size % shard_count:
@@ -73,16 +103,20 @@ class GlobalOrderDataset(grain.IterDataset):
           f"the global batch of {global_batch_size} samples cannot be divided among {shard_count} hosts; change "
           "per_device_batch_size."
       )
-    self.samples, self.global_batch_size = samples, global_batch_size
+    self.rows, self.global_batch_size = rows, global_batch_size
     self.shard_index, self.shard_count, self.order = shard_index, shard_count, order
     self.workers, self.worker_buffer = workers, max(worker_buffer, 1)
     self.buffered, self.threads = max(buffered, 1), max(threads, 1)
+    self.start, self.keep_last = start, keep_last
+
+  def batches(self, sample: int) -> grain.MapDataset:
+    """Returns this host's batches from a sample of the global order on."""
+    source = _HostBatches(self.rows, sample, self.global_batch_size, self.shard_index, self.shard_count)
+    return grain.MapDataset.source(source)
 
   def batches_from(self, sample: int) -> grain.DatasetIterator:
     """Starts reading at a sample of the global order."""
-    part = self.samples[sample + self.shard_index :: self.shard_count]
-    batches = part.batch(self.global_batch_size // self.shard_count, drop_remainder=True)
-    dataset = batches.to_iter_dataset(
+    dataset = self.batches(sample).to_iter_dataset(
         grain.ReadOptions(num_threads=min(self.threads, self.buffered), prefetch_buffer_size=self.buffered)
     )
     if self.workers:
@@ -96,28 +130,37 @@ class GlobalOrderDataset(grain.IterDataset):
 
 
 class GlobalOrderIterator(grain.DatasetIterator):
-  """Iterator of a `GlobalOrderDataset`. Its state is the next sample of the global order, and the order itself."""
+  """Iterator of a `GlobalOrderDataset`. Its state is the next sample of the global order, and the order itself.
+
+  Attributes:
+    last_batch: with `keep_last`, the batch that was given last, NumPy arrays of this host's rows; else None.
+    last_first_sample: position in the global order of the first sample of that step, of all hosts.
+  """
 
   def __init__(self, dataset: GlobalOrderDataset):
     super().__init__()
     self._dataset = dataset
-    self._next_sample = 0
+    self._next_sample = dataset.start
     self._batches: grain.DatasetIterator | None = None
+    self.last_batch: dict[str, np.ndarray] | None = None
+    self.last_first_sample = -1
 
   def __next__(self):
-    if self._next_sample + self._dataset.global_batch_size > len(self._dataset.samples):
+    if self._next_sample + self._dataset.global_batch_size > len(self._dataset.rows):
       raise StopIteration
     if self._batches is None:
       self._batches = self._dataset.batches_from(self._next_sample)
     batch = next(self._batches)
     if self._dataset.workers:  # out of shared memory, which would outlive a batch that is held at the end of the process
       batch = {field: np.array(values) for field, values in batch.items()}
+    if self._dataset.keep_last:
+      self.last_batch, self.last_first_sample = batch, self._next_sample
     self._next_sample += self._dataset.global_batch_size
     return batch
 
   @property
   def order(self) -> dict[str, Any]:
-    """What decides the order, see `describe_order`."""
+    """What decides the order, see `_mmap_stream.describe_order`."""
     return self._dataset.order
 
   @property
@@ -127,7 +170,7 @@ class GlobalOrderIterator(grain.DatasetIterator):
   @property
   def available_samples(self) -> int:
     """Samples of the global order."""
-    return len(self._dataset.samples)
+    return len(self._dataset.rows)
 
   def get_state(self) -> dict[str, Any]:
     return {"format": STATE_FORMAT, "next_sample": self._next_sample, "order": self._dataset.order}
@@ -146,79 +189,3 @@ class GlobalOrderIterator(grain.DatasetIterator):
     if self._batches is not None:
       self._batches.close()
       self._batches = None
-
-
-def describe_order(description, request, needed: int) -> dict[str, Any]:
-  """Returns what a checkpoint says of the order.
-
-  Args:
-    description: IndexDescription of the order: all that decides it goes into the state.
-    request: IndexRequest that led to it; its number of samples is kept, since users know the order by it.
-    needed: samples that the run reads.
-  """
-  return {
-      **description.built_from,
-      "requested_samples": request.num_samples,
-      "available_samples": description.plan.samples,
-      "needed_samples": needed,
-  }
-
-
-_ADVICE = {
-    "datasets": "read the dataset that the saved run read",
-    "sequences": "set mmap_npy_split as in the saved run",
-    "sequence_length": "set max_target_length as in the saved run",
-    "seed": "set data_shuffle_seed as in the saved run",
-}
-
-
-_NOUNS = {
-    "datasets": "its dataset is",
-    "sequences": "it reads sequences",
-    "sequence_length": "the sequence length is",
-    "seed": "the seed is",
-}
-
-
-def check_state(state: Any, order: dict[str, Any]) -> None:
-  """Raises MMapError unless a saved iterator state continues in this order."""
-  saved, position = (state.get("order"), state.get("next_sample")) if isinstance(state, dict) else (None, None)
-  whole = isinstance(saved, dict) and type(position) is int and position >= 0  # True is an int too
-  if not whole or state.get("format") != STATE_FORMAT:
-    raise MMapError(
-        "the checkpoint's data iterator state was not saved by grain_file_type=mmap_npy of this version, so its position "
-        "cannot be continued; start a new run_name (load_parameters_path keeps the weights)."
-    )
-  # Not the split's text: equal ranges of sequences are equal orders.
-  ignored = {"split", "split_index", "requested_samples", "available_samples", "needed_samples"}
-  differing = [key for key in order if key not in ignored and saved.get(key) != order[key]]
-  if not differing:
-    return
-  for key, advice in _ADVICE.items():
-    if key in differing:
-      raise MMapError(
-          f"the checkpoint was saved with another order of samples: {_NOUNS[key]} {_short(saved.get(key))} there and "
-          f"{_short(order[key])} here; {advice}, or start a new run_name."
-      )
-  asked, available, needed = saved.get("requested_samples"), saved.get("available_samples") or 0, order["needed_samples"]
-  if available >= needed:
-    advice = f"set mmap_npy_num_samples={asked} to continue"
-  else:
-    advice = f"its order has {available} samples and this run needs {needed}, so lower steps to continue"
-  raise MMapError(
-      f"the checkpoint was saved by a run that asked for {asked} samples ({_epochs(saved)}) and this run asks for "
-      f"{order['requested_samples']} ({_epochs(order)}), which is another order; {advice}, or start a new run_name."
-  )
-
-
-def _short(value: Any) -> str:
-  """Says a value of an order; datasets by size and the beginning of their checksum."""
-  if isinstance(value, list) and value and all(isinstance(part, dict) and "digest" in part for part in value):
-    parts = ((part.get("sequences"), part.get("tokens"), str(part["digest"])[:8]) for part in value)
-    return ", ".join(f"{sequences} sequences, {tokens} tokens, {digest}" for sequences, tokens, digest in parts)
-  return f"{value[0]} to {value[1]}" if isinstance(value, list) and len(value) == 2 else str(value)
-
-
-def _epochs(order: dict[str, Any]) -> str:
-  apart = ", the last shuffled apart" if order.get("separate_last_epoch") else ""
-  return f"{order.get('num_epochs')} epoch{'s' if order.get('num_epochs') != 1 else ''}{apart}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-in: `grain_file_type=mmap_npy` gets a pipeline of its own, in Megatron's order whatever the hosts and workers.
+"""Stand-in: `mmap_npy` and `mmap` get a pipeline of their own, of one global order whatever the hosts and workers.
 
 Every other file type is the release's.
 """
@@ -11,11 +11,10 @@ import jax
 
 from maxtext._release.input_pipeline import grain_data_processing as release
 from maxtext.input_pipeline import _mmap_config as mmap_config
-from maxtext.input_pipeline import _mmap_datasource as datasource
+from maxtext.input_pipeline import _mmap_stream as mmap_stream
+from maxtext.input_pipeline import _mmap_window_rows as mmap_window_rows
 from maxtext.input_pipeline import input_pipeline_utils, multihost_dataloading
-from maxtext.input_pipeline._mmap_index_cache import IndexRequest
-from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
-from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset, describe_order
+from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
 from maxtext.utils import max_logging
 
 if TYPE_CHECKING:
@@ -29,15 +28,9 @@ def make_grain_train_iterator(config, global_mesh, process_indices):
   if config.grain_file_type not in mmap_config.FILE_TYPES:
     return release.make_grain_train_iterator(config, global_mesh, process_indices)
   _log_semantics(config)
+  rows, order = _rows(config, evaluation=False)
   dataset = _global_order(
-      config,
-      process_indices,
-      key="grain_train_files",
-      global_batch_size=config.global_batch_size_to_load,
-      num_samples=mmap_config.train_samples(config),
-      needed=config.steps * config.global_batch_size_to_load,
-      split_index=0,
-      reading=_reading(config),
+      config, process_indices, rows, order, config.global_batch_size_to_load, "", config.mmap_npy_start_sample
   )
   return multihost_dataloading.MultiHostDataLoadIterator(dataset, global_mesh, config.generate_padding_batch_train)
 
@@ -46,91 +39,75 @@ def make_grain_eval_iterator(config, global_mesh, process_indices):
   """Makes the evaluation iterator of this host; every evaluation reads the same samples from the first on."""
   if config.grain_file_type not in mmap_config.FILE_TYPES:
     return release.make_grain_eval_iterator(config, global_mesh, process_indices)
-  samples = mmap_config.eval_samples(config)
-  dataset = _global_order(
-      config,
-      process_indices,
-      key="grain_eval_files",
-      global_batch_size=config.global_batch_size_to_load_eval,
-      num_samples=samples,
-      needed=samples or config.global_batch_size_to_load_eval,
-      split_index=1,
-      reading=_reading(config, "_eval"),
-  )
+  rows, order = _rows(config, evaluation=True)
+  dataset = _global_order(config, process_indices, rows, order, config.global_batch_size_to_load_eval, "_eval")
   return multihost_dataloading.MultiHostDataLoadIterator(dataset, global_mesh, config.generate_padding_batch_eval)
 
 
-def _reading(config, suffix: str = "") -> tuple[int, int, int, int]:
-  """Returns Grain's worker processes, batches each keeps ready, samples to read ahead, and threads."""
+def _rows(config, evaluation: bool):
+  """Opens the data of a run and says what it is; returns the samples of the global order, and what decides it."""
+  if config.grain_file_type == "mmap":
+    windows = mmap_window_rows.make_mmap_rows(config, evaluation)
+    return windows.rows, windows.order
+  stream = mmap_stream.open_stream(mmap_stream.settings_for(config, evaluation))
+  _log_stream(stream)
+  return MegatronRows(stream.source, config), stream.order
+
+
+def _global_order(config, process_indices, rows, order, global_batch_size: int, suffix: str, start: int = 0):
+  """Lays out the samples of a global order for this host; `suffix` chooses Grain's keys for evaluation."""
   names = ("worker_count", "per_worker_buffer_size", "prefetch_buffer_size", "num_threads")
   workers, worker_buffer, ahead, threads = (getattr(config, f"grain_{name}{suffix}") for name in names)
-  return workers, worker_buffer, ahead, threads
-
-
-def _global_order(
-    config, process_indices, *, key, global_batch_size, num_samples, needed, split_index, reading
-) -> GlobalOrderDataset:
-  """Opens a dataset, says what it is, and lays out its samples for this host.
-
-  Args:
-    key: config key that names the dataset.
-    num_samples: samples asked for; None for one epoch.
-    needed: samples that will be read.
-    split_index: part of `mmap_npy_split`, where that is set.
-    reading: see `_reading`.
-  """
-  ((entry, _),) = datasource.parse_entries(getattr(config, key), key)
-  npy_dir, path = datasource.parse_npy_entry(entry, key)
-  request = IndexRequest(
-      config.max_target_length,
-      config.data_shuffle_seed,
-      num_samples,
-      1 if num_samples is None else None,
-      config.mmap_npy_split,
-      split_index if config.mmap_npy_split else 0,
-  )
-  source = datasource.MegatronNpyDataSource(
-      npy_dir, path, config.mmap_eod_id, config.max_target_length, config.mmap_split_sentences, request=request
-  )
-  index = source.index
-  assert index is not None  # a source with a request has one
-  _log_dataset(key, npy_dir, source.path_prefix, index, request)
-  if len(source) < needed:
-    advice = "raise mmap_npy_num_samples or lower steps"
-    if key == "grain_eval_files":
-      advice = "lower eval_per_device_batch_size or evaluate on more data"
-    raise MMapError(
-        f"{key}: the order of {num_samples or 'all'} samples that was asked for has {len(source)}, but the run reads "
-        f"{needed}; {advice}."
-    )
-  samples = _with_fields(config, source)
-  workers, worker_buffer, ahead, threads = reading
   host_batch = max(global_batch_size // len(process_indices), 1)
-  if workers < 0:
-    workers = _chosen_workers(config, samples.batch(host_batch))
-  return GlobalOrderDataset(
-      samples,
+  dataset = GlobalOrderDataset(
+      rows,
       global_batch_size,
       process_indices.index(jax.process_index()),
       len(process_indices),
-      describe_order(index.description, request, needed),
-      workers,
+      order,
+      max(workers, 0),
       worker_buffer,
       max(ahead // host_batch, 2),
       threads,
+      start,
+      config.log_batch_digest,
   )
+  if workers < 0:
+    dataset.workers = _chosen_workers(config, dataset.batches(start))
+  return dataset
 
 
-def _with_fields(config, source) -> grain.MapDataset:
-  """Checks the tokens of each sample and splits them into the model's fields."""
-  fields = input_pipeline_utils.MegatronSplitInputsTargets(
-      eod_id=config.mmap_eod_id,
-      reset_attention_mask=config.reset_attention_mask,
-      eod_mask_loss=config.eod_mask_loss,
-      min_segment_length=input_pipeline_utils.megatron_min_segment_length(config),
-  )
-  check = input_pipeline_utils.CheckTokenIds(config.vocab_size, source.path_prefix)
-  return grain.MapDataset.source(source).map(check).map(fields)
+class MegatronRows:
+  """The model's fields of the samples of a stream; see `MegatronSplitInputsTargets`.
+
+  Args:
+    source: `len()` and `read_rows`, see `MegatronNpyDataSource`.
+    config: for the keys of masks, positions and vocabulary.
+  """
+
+  def __init__(self, source, config):
+    self._source, self._vocab_size = source, config.vocab_size
+    self._split = input_pipeline_utils.MegatronSplitInputsTargets(
+        eod_id=config.mmap_eod_id,
+        reset_attention_mask=config.reset_attention_mask,
+        eod_mask_loss=config.eod_mask_loss,
+        min_segment_length=input_pipeline_utils.megatron_min_segment_length(config),
+    )
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def rows(self, indices):
+    """Returns the fields of samples, each int32[len(indices), L].
+
+    Raises:
+      MMapError: if a sample cannot be read, or holds a token id outside the vocabulary.
+    """
+    tokens = self._source.read_rows(indices)
+    input_pipeline_utils.check_token_ids(
+        tokens, self._vocab_size, lambda row, column: self._source.file_of(indices[row], column)
+    )
+    return self._split.split_rows(tokens)
 
 
 def _chosen_workers(config, batches: grain.MapDataset) -> int:
@@ -141,23 +118,55 @@ def _chosen_workers(config, batches: grain.MapDataset) -> int:
   return options.num_workers if options else 0
 
 
-def _log_dataset(key, npy_dir, path_prefix, index, request) -> None:
-  """Says in one line what is read, and in which order."""
-  description, plan = index.description, index.description.plan
-  facts = description.facts[0]
-  where = "found in" if index.found else "written to" if index.saved else "built in memory, not in"
-  max_logging.log(
-      f"{key}: {path_prefix} has {facts['sequences']} sequences and {facts['tokens']} tokens ({facts['dtype']}); "
-      f"reading sequences {description.begin} to {description.end}, {description.tokens_per_epoch} tokens an epoch, "
-      f"{plan.num_epochs} epoch(s){', the last shuffled apart' if plan.separate_last_epoch else ''}, {plan.samples} "
-      f"samples of {request.seq_length} tokens for {request.num_samples or 'all'} asked, seed {request.seed}; indices "
-      f"{description.name} {where} {npy_dir}."
+def _log_stream(stream) -> None:
+  """Says what is read and in which order: a line for each dataset, and one for the blend."""
+  settings = stream.settings
+  for child in stream.children:
+    index, name = child.index, settings.key
+    if stream.blend is not None:
+      name += f" [{child.number}]" + ("" if child.weight is None else f" of weight {child.weight}")
+    max_logging.log(f"{name}: {_dataset_line(child, index.description)}; indices {_where(index, child.npy_dir)}.")
+  if stream.blend is not None:
+    pair = stream.source.pair
+    where = f"{'found in' if pair.found else 'written to'} {pair.paths[0]}" if pair.paths else "drawn in memory"
+    max_logging.log(
+        f"{settings.key}: a blend of {len(stream.children)} datasets, {len(stream)} samples for "
+        f"{settings.num_samples or 'all'} asked; {where}."
+    )
+
+
+def _dataset_line(child, description) -> str:
+  """Says what a dataset is, which part of it is used, and in how many epochs."""
+  facts, plan = description.facts, description.plan
+  shards = "" if len(facts) == 1 else f" in {len(facts)} shards, in this order: {_some(child.prefixes)};"
+  dtypes = ", ".join(sorted({fact["dtype"] for fact in facts}))
+  return (
+      f"{child.source.name} has{shards} {sum(fact['sequences'] for fact in facts)} sequences and "
+      f"{sum(fact['tokens'] for fact in facts)} tokens ({dtypes}); reading sequences {description.begin} to "
+      f"{description.end}, {description.tokens_per_epoch} tokens an epoch, {plan.num_epochs} epoch(s)"
+      f"{', the last shuffled apart' if plan.separate_last_epoch else ''}, {plan.samples} samples of "
+      f"{description.built_from['sequence_length']} tokens for {child.requested or 'all'} asked, seed "
+      f"{description.built_from['seed']}"
   )
+
+
+def _where(index, npy_dir: str) -> str:
+  state = "found in" if index.found else "written to" if index.saved else "built in memory, not in"
+  return f"{index.description.name} {state} {npy_dir}"
+
+
+def _some(names, most: int = 20) -> str:
+  """Lists names; of many, the first and the last."""
+  if len(names) <= most:
+    return ", ".join(names)
+  return f"{', '.join(names[: most - 1])}, ... ({len(names) - most} more), {names[-1]}"
 
 
 def _log_semantics(config) -> None:
   """Says which of Megatron's GPT semantics the keys leave out."""
   strict = {"reset_attention_mask": True, "eod_mask_loss": False, "packing_max_segments_per_sample": 0}
+  if config.grain_file_type != "mmap_npy":
+    return
   other = [f"{key}={getattr(config, key)} ({value})" for key, value in strict.items() if getattr(config, key) != value]
   if other:
     max_logging.log(

@@ -4,6 +4,7 @@
 `MegatronSplitInputsTargets` and `GenerateDocSegmentIds` give what the released classes give, element for element.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import grain.python as grain
@@ -117,30 +118,45 @@ class MegatronSplitInputsTargets(grain.MapTransform):
       fields["dataset_id"] = np.full(len(inputs), int(dataset_id), np.int32)
     return fields
 
+  def split_rows(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Splits several samples at once, int[n, L + 1]; the fields are int32[n, L], row for row those of `map`."""
+    inputs, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    segments, positions = np.empty(inputs.shape, np.int32), np.empty(inputs.shape, np.int32)
+    if self.reset_attention_mask:
+      distance = self.min_segment_length if self.min_segment_length > 1 else 0
+      kernels.batch_segments_and_positions(inputs, self.eod_id, distance, segments, positions)
+    else:
+      segments[:], positions[:] = 1, np.arange(inputs.shape[1], dtype=np.int32)
+    return {
+        "inputs": inputs,
+        "targets": targets,
+        "inputs_segmentation": segments,
+        "targets_segmentation": _ones_but_eod(inputs, self.eod_id, self.eod_mask_loss),
+        "inputs_position": positions,
+        "targets_position": positions.copy(),
+    }
 
-class CheckTokenIds(grain.MapTransform):
-  """Passes {"text": int32[length]} on, and raises MMapError at a token id outside 0 to vocab_size - 1.
+
+def check_token_ids(tokens: np.ndarray, vocab_size: int, file_of: Callable[[int, int], str]) -> None:
+  """Raises MMapError at a token id outside 0 to vocab_size - 1.
 
   Without this, an embedding look-up clamps the id and the run trains on.
+
+  Args:
+    tokens: int32[n, length].
+    file_of: called with row and column; returns the path of the file that holds the token.
   """
-
-  def __init__(self, vocab_size: int, path_prefix: str):
-    self._vocab_size, self._path_prefix = vocab_size, path_prefix
-
-  def map(self, element):
-    tokens = element["text"]
-    if tokens.max() >= self._vocab_size or tokens.min() < 0:
-      bad = int(tokens[(tokens >= self._vocab_size) | (tokens < 0)][0])
-      raise MMapError(
-          f"{self._path_prefix}.bin holds token id {bad}, outside the vocabulary (vocab_size={self._vocab_size}); set "
-          "the vocab_size of the tokenizer that the data was made with, or make the data again."
-      )
-    return element
+  if tokens.size and (tokens.max() >= vocab_size or tokens.min() < 0):
+    row, column = np.argwhere((tokens >= vocab_size) | (tokens < 0))[0].tolist()
+    raise MMapError(
+        f"{file_of(row, column)} holds token id {tokens[row, column]}, outside the vocabulary (vocab_size={vocab_size}); "
+        "set the vocab_size of the tokenizer that the data was made with, or make the data again."
+    )
 
 
 def _ones_but_eod(tokens: np.ndarray, eod_id: int, mask_eod: bool) -> np.ndarray:
-  """Returns 1 everywhere, or with `mask_eod` 0 at EOD, int32[length]."""
-  return (tokens != eod_id).astype(np.int32) if mask_eod else np.ones(len(tokens), np.int32)
+  """Returns 1 everywhere, or with `mask_eod` 0 at EOD, int32 in the shape of `tokens`."""
+  return (tokens != eod_id).astype(np.int32) if mask_eod else np.ones(tokens.shape, np.int32)
 
 
 # The release's pipelines look these up in their own module.
