@@ -26,6 +26,7 @@ from maxtext.input_pipeline.mmap_cli import console
 COMMANDS = (
     "build",
     "inspect_data",
+    "verify",
     "from_megatron",
 )
 
