@@ -13,6 +13,7 @@ import json
 import math
 import re
 import shlex
+from typing import Any
 
 from maxtext.input_pipeline._mmap_files import MMapError
 
@@ -84,7 +85,7 @@ class Arguments:
     text = self.text(name)
     return default if text is None else self._number(name, text, 0, float, "a number")
 
-  def _number(self, name: str, text: str, least: int, read: Callable, noun: str):
+  def _number(self, name: str, text: str, least: int, read: Callable, noun: str) -> Any:
     value = _read_number(text, read)
     if value is None or not least <= value < math.inf:
       raise MMapError(f"{name} is {text!r}; expected {noun}, {least} or more.")
@@ -95,8 +96,8 @@ class Arguments:
     words = self.words("--rampup-batch-size")
     if words is None:
       return None
-    numbers = [_read_number(word, int) for word in words]
-    if len(numbers) != 3 or None in numbers or min(numbers[:2]) < 1 or numbers[2] < 0:
+    numbers = [number for word in words if (number := _read_number(word, int)) is not None]
+    if len(numbers) != 3 or len(words) != 3 or min(numbers[:2]) < 1 or numbers[2] < 0:
       raise MMapError(
           f"--rampup-batch-size is {' '.join(words)!r}; expected three numbers: first batch, increment and samples."
       )
@@ -134,7 +135,7 @@ def _checked(name: str, values: list[str]) -> list[str]:
   return values
 
 
-def _read_number(text: str, read: Callable):
+def _read_number(text: str, read: Callable) -> Any:
   try:
     return read(text)
   except ValueError:

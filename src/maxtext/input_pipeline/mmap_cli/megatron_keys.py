@@ -135,7 +135,8 @@ def _length_keys(data: MegatronData, devices: int, consumed: int) -> Iterator[_K
 
 
 def _evaluation_keys(arguments: Arguments, data: MegatronData, folder: str, devices: int) -> Iterator[_Key]:
-  if not data.evaluates() or _several_validations(arguments, data):
+  valid = data.parts[1]
+  if valid is None or not data.evaluates() or _several_validations(arguments, data):
     yield _Key("eval_interval", -1, "no evaluation")
     return
   if data.eval_batch_size % devices:
@@ -143,7 +144,7 @@ def _evaluation_keys(arguments: Arguments, data: MegatronData, folder: str, devi
         f"--eval-global-batch-size {data.eval_batch_size} cannot be divided among {devices} devices; give another "
         "--devices."
     )
-  yield _Key("grain_eval_files", _files(data.parts[1], folder), _sources(arguments, "valid"))
+  yield _Key("grain_eval_files", _files(valid, folder), _sources(arguments, "valid"))
   yield _Key("eval_interval", data.eval_interval, "--eval-interval" + _by_default(arguments, "--eval-interval"))
   if data.samples[1] is None:
     yield _Key("eval_steps", -1, "--full-validation")

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`from-megatron`: Megatron-LM's arguments become a config that reads the samples which megatron-core reads."""
+
+import json
+from pathlib import Path
+import shlex
+
+from hypothesis import given
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+import yaml
+
+from maxtext.configs import pyconfig
+from maxtext.input_pipeline import _mmap_stream as streams
+from maxtext.input_pipeline._mmap_files import MMapError
+from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
+from maxtext.input_pipeline.mmap_cli import main as command_line
+from maxtext.input_pipeline.mmap_cli import megatron_arguments
+from maxtext.input_pipeline.mmap_cli.megatron_keys import translate
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "megatron_arguments.json").read_text(encoding="utf-8"))
+RUN = "--seq-length 8 --global-batch-size 4 --train-iters 100"
+
+
+def keys_of(text: str, **options) -> dict:
+  return translate(shlex.split(text), **options)["keys"]
+
+
+def refusal(text: str, **options) -> str:
+  with pytest.raises(MMapError) as caught:
+    translate(shlex.split(text), **options)
+  message = str(caught.value)
+  assert "\n" not in message and message.endswith("."), message
+  return message
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+  """The datasets of the golden file: running token numbers from 10,000, 20,000, ... on."""
+  folder = tmp_path_factory.mktemp("data")
+  for number, dataset in enumerate(GOLDEN["lengths"]):
+    ((name, lengths),) = dataset.items()
+    first = 10_000 * number
+    with IndexedDatasetWriter(str(folder / name), np.uint16) as writer:
+      for length in lengths:
+        writer.add_document(np.arange(first, first + length))
+        first += length
+  return folder
+
+
+def load(path: Path):
+  """Reads a YAML as a run does; the model's keys are what the YAML leaves to the user."""
+  keys = {
+    "run_name": "t", "base_output_directory": str(path.parent), "model_name": "gpt3-52k", "hardware": "cpu",
+    "override_model_config": True, "vocab_size": 65536, "skip_jax_distributed_system": True, "log_config": False,
+    "mmap_eod_id": 0,
+  }  # fmt: skip
+  return pyconfig.initialize(["", str(path), *(f"{key}={value}" for key, value in keys.items())])
+
+
+@pytest.mark.parametrize("number", range(len(GOLDEN["cases"])))
+def test_samples_are_those_that_megatron_core_reads(data, tmp_path, monkeypatch, number):
+  case = GOLDEN["cases"][number]
+  for name, text in case["files"].items():
+    (data / name).write_text(text.replace("{data}", str(data)))
+  monkeypatch.chdir(tmp_path)
+  words = [word.replace("{data}", str(data)) for word in case["arguments"]]
+  assert command_line.main(["from-megatron", "--output", "run.yml", *words]) == 0
+  config = load(tmp_path / "run.yml")
+  assert (config.eval_interval > 0) == (case["valid"] is not None)
+  for evaluation, theirs in ((False, case["train"]), (True, case["valid"])):
+    if theirs is not None:
+      stream = streams.open_stream(streams.settings_for(config, evaluation))
+      assert len(stream) >= len(theirs)
+      np.testing.assert_array_equal(stream.source.read_rows(np.arange(len(theirs))), theirs)
+
+
+def test_keys_of_a_plain_run():
+  keys = keys_of(f"--data-path a --split 9,1 {RUN} --seed 5 --eval-interval 10 --eval-iters 3", eod_id=2, devices=2)
+  assert keys == {
+    "grain_train_files": "indices|a",
+    "mmap_npy_split": "9,1",
+    "max_target_length": 8,
+    "data_shuffle_seed": 5,
+    "mmap_npy_num_samples": 400,
+    "steps": 100,
+    "per_device_batch_size": 2,
+    "grain_eval_files": "indices|a",
+    "eval_interval": 10,
+    "eval_steps": 3,
+    "mmap_npy_num_eval_samples": (100 // 10 + 1) * 3 * 4,
+    "eval_per_device_batch_size": 2,
+    "reset_attention_mask": False,
+    "eod_mask_loss": False,
+    "packing_max_segments_per_sample": 0,
+    "mmap_eod_id": 2,
+  }
+
+
+def test_a_blend_of_one_asks_for_the_surplus():
+  run = f"{RUN} --eval-interval 50 --eval-iters 5"
+  weighted = keys_of(f"--data-path 1.0 a {run}")
+  assert (weighted["mmap_npy_num_samples"], weighted["mmap_npy_num_eval_samples"]) == (402, 61)  # 400 and 60, * 1.005
+  assert keys_of(f"--data-path a {run}")["mmap_npy_num_samples"] == 400
+  assert keys_of(f"--train-data-path 1.0 a {run}")["mmap_npy_num_samples"] == 400  # no blend to Megatron
+
+
+def test_continuing_a_run():
+  keys = keys_of(f"--data-path a {RUN}", consumed_samples=120)
+  assert (keys["mmap_npy_start_sample"], keys["mmap_npy_num_samples"], keys["steps"]) == (120, 400, 70)
+  assert "leaves no step" in refusal(f"--data-path a {RUN}", consumed_samples=398)
+
+
+def test_folder_of_index_files():
+  arguments = f"--data-path 1 a 2 b {RUN} --data-cache-path /cache"
+  assert keys_of(arguments)["grain_train_files"] == "/cache|a,1;/cache|b,2"
+  assert keys_of(arguments, index_dir="npy")["grain_train_files"] == "npy|a,1;npy|b,2"
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  ["--split 1", "--split 99,0,1", "--eval-iters 0", "--eval-interval 0"],
+)
+def test_no_evaluation(arguments):
+  keys = keys_of(f"--data-path a {RUN} {arguments}")
+  assert keys["eval_interval"] == -1 and "grain_eval_files" not in keys
+
+
+def test_masks_and_positions():
+  run = f"--data-path a {RUN}"
+  both = translate(shlex.split(f"{run} --reset-position-ids --reset-attention-mask --eod-mask-loss"))
+  assert both["keys"]["reset_attention_mask"] and both["keys"]["eod_mask_loss"]
+  assert not any("alone" in name for name in both["no_equal"])
+  for name, reset in (("--reset-attention-mask", True), ("--reset-position-ids", False)):
+    facts = translate(shlex.split(f"{run} {name}"))
+    assert facts["keys"]["reset_attention_mask"] == reset and f"{name} alone" in facts["no_equal"]
+
+
+def test_other_keys():
+  keys = keys_of(
+    f"--data-path a b {RUN} --num-workers 3 --save-interval 7 --vocab-size 50257 --tensor-model-parallel-size 2 "
+    "--mid-level-dataset-surplus 0.007 --object-storage-cache-path /c"
+  )
+  assert (keys["grain_worker_count"], keys["checkpoint_period"], keys["mmap_remote_cache_dir"]) == (3, 7, "/c")
+  assert keys["vocab_size"] == 50432 and keys["vocab_size"] % 256 == 0
+  assert 1 + keys["mmap_npy_blend_margin"] / 100 == 1.007
+
+
+def test_mock_data():
+  keys = keys_of(f"--mock-data {RUN}")
+  assert keys["dataset_type"] == "synthetic" and "grain_train_files" not in keys and "mmap_npy_num_samples" not in keys
+
+
+@pytest.mark.parametrize(
+  ("arguments", "name"),
+  [
+    ("--test-data-path c --train-data-path a", "--test-data-path"),
+    ("--data-path a --rampup-batch-size 2 2 10 --train-samples 100", "--rampup-batch-size"),
+    ("--data-path a --fim-data", "--fim-data"),
+    ("--data-path a --dataloader-type cyclic", "--dataloader-type cyclic"),
+    ("--data-path a", "--split (test part)"),
+    ("--data-path a", "evaluation after the first"),
+    ("--data-path 0 a 1 b", "weight 0"),
+    ("--train-data-path a --valid-data-path a b --multiple-validation-sets", "--multiple-validation-sets"),
+    ("--data-path a --sft", "--sft"),
+    ("--data-path a --phase-transition-iterations 5", "--phase-transition-iterations"),
+  ],
+)
+def test_what_has_no_equal_is_named(arguments, name):
+  length = "" if "--train-samples" in arguments else "--train-iters 100"
+  facts = translate(shlex.split(f"{arguments} --seq-length 8 --global-batch-size 4 {length}"))
+  assert name in facts["no_equal"]
+  text = " ".join(line.removeprefix("#").strip() for line in facts["yaml"].splitlines())
+  assert f"{name}: {facts['no_equal'][name]}" in text
+
+
+def test_other_arguments_are_ignored_without_fuss():
+  words = shlex.split(f"torchrun train.py --num-layers 4 --data-path a {RUN} --lr=1e-4 --bf16 --min-lr -1 --bf16")
+  facts = translate(words)
+  assert facts["ignored"] == ["--num-layers", "--lr", "--bf16", "--min-lr"]
+  assert "# - --num-layers, --lr, --bf16, --min-lr" in facts["yaml"].splitlines()
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ("", "(none given)"),
+    (f"--data-path a --train-data-path b {RUN}", "--data-path, --train-data-path given"),
+    (f"--data-path a --mock-data {RUN}", "--mock-data given"),
+    (f"--valid-data-path a {RUN}", "no data for training"),
+    (f"--train-data-path a --split 1 {RUN}", "--split does not go with --train-data-path"),
+    ("--data-path a --global-batch-size 4 --train-iters 9", "--seq-length is missing"),
+    ("--data-path a --seq-length 4 --train-iters 9", "--global-batch-size is missing"),
+    ("--data-path a --seq-length 4 --global-batch-size 2", "--train-iters or --train-samples"),
+    (f"--data-path a {RUN} --train-samples 9", "--train-iters or --train-samples"),
+    (f"--data-path a {RUN} --rampup-batch-size 2 2 10", "Megatron refuses"),
+    ("--data-path a --seq-length 4 --global-batch-size 4 --train-samples 9 --rampup-batch-size 3 2 9", "does not lead"),
+    ("--data-path a --seq-length 4 --global-batch-size 4 --train-samples 9 --rampup-batch-size 3 2", "three numbers"),
+    (f"--data-path 0.5 a b c {RUN}", "'b' stands for a weight"),
+    (f"--data-path nan a {RUN}", "'nan' stands for a weight"),
+    (f"--data-path 0 a 0 b {RUN}", "add up to 0"),
+    (f"--data-path {RUN}", "--data-path has no value"),
+    (f"--data-path '$DATA' {RUN}", "a variable of a shell script"),
+    (f"--data-path 'x|y' {RUN}", "'x|y' cannot be named"),
+    (f"--data-path 'x,5' y z {RUN}", "'x,5' cannot be named"),
+    (f"--data-path a {RUN} --seed x", "--seed is 'x'; expected a whole number"),
+    (f"--data-path a {RUN} --mid-level-dataset-surplus x", "expected a number, 0 or more"),
+    (f"--data-path a {RUN} --split x", "--split is 'x'"),
+    (f"--data-path a {RUN} --split 1,1,1,1", "expected one to three shares"),
+    (f"--data_path a {RUN}", "write --data-path"),
+  ],
+)
+def test_what_cannot_be_used_is_refused(arguments, words):
+  assert words in refusal(arguments)
+
+
+def test_devices_that_do_not_divide_the_batch():
+  assert "cannot be divided among 3 devices" in refusal(f"--data-path a {RUN}", devices=3)
+  assert "--eval-global-batch-size 6" in refusal(f"--data-path a {RUN} --eval-global-batch-size 6", devices=4)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"train": 1}', '{"train": [null]}'])
+def test_a_file_of_parts_that_cannot_be_used(tmp_path, text):
+  (tmp_path / "parts.json").write_text(text)
+  assert "parts.json" in refusal(f"--per-split-data-args-path {tmp_path}/parts.json {RUN}")
+
+
+def test_launch_script(tmp_path, capsys):
+  (tmp_path / "launch.sh").write_text(f"""
+    #SBATCH --nodes=4
+    MODEL="--num-layers 2 --hidden-size 8"
+    DATA_ARGS=(
+        --data-path 0.7 "data/some books" 0.3 'data/web'   # a comment
+        --split 99,1,0 \\
+    )
+    EVAL=(--eval-interval 10 --eval-iters 2)
+    TRAIN=" {RUN}
+      --seed 3"
+    torchrun --nproc_per_node 8 pretrain_gpt.py ${{MODEL[@]}} ${{DATA_ARGS[@]}}
+  """)
+  assert command_line.main(["from-megatron", "--args-file", str(tmp_path / "launch.sh"), "--json", "--seed", "4"]) == 0
+  facts = json.loads(capsys.readouterr().out)
+  assert facts["keys"]["grain_train_files"] == "indices|data/some books,0.7;indices|data/web,0.3"
+  assert facts["keys"]["eval_steps"] == 2 and facts["keys"]["data_shuffle_seed"] == 3  # the last one counts
+  assert facts["ignored"] == ["--num-layers", "--hidden-size", "--nproc_per_node"]
+
+
+def test_script_with_an_open_quote():
+  with pytest.raises(MMapError, match="check their quotes"):
+    megatron_arguments.words_of_script("--data-path 'a")
+
+
+@given(words=st.lists(st.text("abz/._-0159", min_size=1, max_size=6), max_size=6))
+def test_yaml_says_what_the_keys_say(words):
+  try:
+    facts = translate(["--data-path", *words, *shlex.split(RUN)])
+  except MMapError:
+    return
+  assert yaml.safe_load(facts["yaml"]) == {"base_config": "mmap_npy_megatron_gpt.yml", **facts["keys"]}
