@@ -12,12 +12,13 @@ Layout of `.idx`, little-endian, without padding:
     int64[N]  byte offset of each sequence in `.bin`
     int64[]   document index: the first sequence of each document, and N at the end
 
-Source: the writer and reader of megatron-core, `megatron/core/datasets/indexed_dataset.py`. NumPy only.
+Source: the writer and reader of megatron-core, `megatron/core/datasets/indexed_dataset.py`. NumPy only, and fsspec for
+a dataset at a URL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import os
@@ -26,6 +27,8 @@ import struct
 
 import numpy as np
 
+from maxtext.input_pipeline import _mmap_guard
+from maxtext.input_pipeline import _mmap_remote as remote
 from maxtext.input_pipeline._mmap_files import (
     DESCRIPTORS,
     FileIdentity,
@@ -127,11 +130,18 @@ def check_pair(prefix: str) -> None:
 
 def _is_file(path: str) -> bool:
   """Like os.path.isfile, but a file that cannot be looked at (no permission, say) is an error and not a missing file."""
+  if remote.is_url(path):
+    return remote.exists(path)
   try:
     with reading(path):
       return stat.S_ISREG(os.stat(path).st_mode)
   except MMapFileNotFoundError:
     return False
+
+
+def index_path(prefix: str) -> str:
+  """Returns the path of `prefix.idx` on this machine; at a URL, that of a copy."""
+  return remote.fetch(prefix + ".idx") if remote.is_url(prefix) else prefix + ".idx"
 
 
 def read_header(prefix: str) -> IndexHeader:
@@ -141,36 +151,40 @@ def read_header(prefix: str) -> IndexHeader:
     MMapError: for anything that is not a text dataset's index of integer tokens, whole and without extra bytes,
       and for a file that cannot be read.
   """
-  path = prefix + ".idx"
+  return _read_header(prefix + ".idx", index_path(prefix))
+
+
+def _read_header(name: str, path: str) -> IndexHeader:
+  """Reads the header of the file at `path`, which messages call `name`."""
   with reading(path), open(path, "rb") as file:
     size = os.fstat(file.fileno()).st_size
     raw = file.read(MMAP_INDEX_HEADER_SIZE)
   magic = raw[:MMAP_INDEX_MAGIC_LEN]
   if magic != MMAP_INDEX_MAGIC[: len(magic)] or not magic:
     raise MMapError(
-        f"{path} begins with {magic!r}, not with {MMAP_INDEX_MAGIC!r}; it is not the index of a Megatron dataset."
+        f"{name} begins with {magic!r}, not with {MMAP_INDEX_MAGIC!r}; it is not the index of a Megatron dataset."
     )
   if len(raw) < MMAP_INDEX_HEADER_SIZE:
-    raise MMapError(f"{path} is truncated: it has {size} bytes, and the header alone has {MMAP_INDEX_HEADER_SIZE}.")
+    raise MMapError(f"{name} is truncated: it has {size} bytes, and the header alone has {MMAP_INDEX_HEADER_SIZE}.")
   version, code, num_sequences, entries = struct.unpack("<QBQQ", raw[MMAP_INDEX_MAGIC_LEN:])
   if version != MMAP_INDEX_VERSION:
-    raise MMapError(f"{path} has format version {version}; expected {MMAP_INDEX_VERSION}.")
+    raise MMapError(f"{name} has format version {version}; expected {MMAP_INDEX_VERSION}.")
   if code not in DTYPE_CODES:
-    raise MMapError(f"{path} has dtype code {code}; expected one of {sorted(DTYPE_CODES)}.")
+    raise MMapError(f"{name} has dtype code {code}; expected one of {sorted(DTYPE_CODES)}.")
   dtype = np.dtype(DTYPE_CODES[code])
   if dtype.kind == "f":
-    raise MMapError(f"{path} holds {dtype.name} values; tokens must be integers.")
+    raise MMapError(f"{name} holds {dtype.name} values; tokens must be integers.")
   if num_sequences > MAX_SEQUENCES:
     raise MMapError(
-        f"{path} has {num_sequences} sequences; Megatron's document index is int32 and names at most {MAX_SEQUENCES}."
+        f"{name} has {num_sequences} sequences; Megatron's document index is int32 and names at most {MAX_SEQUENCES}."
     )
-  return IndexHeader(dtype, num_sequences, _count_documents(path, size, num_sequences, entries))
+  return IndexHeader(dtype, num_sequences, _count_documents(name, path, size, num_sequences, entries))
 
 
-def _count_documents(path: str, size: int, num_sequences: int, entries: int) -> int:
+def _count_documents(name: str, path: str, size: int, num_sequences: int, entries: int) -> int:
   """Returns the number of documents, telling the two conventions of the count apart by the size of the file."""
   if entries > size:
-    raise MMapError(f"{path} is truncated: it announces {entries} document index entries and has {size} bytes.")
+    raise MMapError(f"{name} is truncated: it announces {entries} document index entries and has {size} bytes.")
   fixed = MMAP_INDEX_HEADER_SIZE + 12 * num_sequences
   current, older = fixed + 8 * entries, fixed + 8 * (entries + 1)
   if size == current + num_sequences and size == older and _is_multimodal(path, num_sequences, current):
@@ -180,14 +194,14 @@ def _count_documents(path: str, size: int, num_sequences: int, entries: int) -> 
   if size == older:
     return entries
   if num_sequences and size in (-1, current + num_sequences, older + num_sequences):
-    raise MMapError(f"{path} is the index of a multimodal dataset (a mode per sequence); only text datasets can be read.")
+    raise MMapError(f"{name} is the index of a multimodal dataset (a mode per sequence); only text datasets can be read.")
   if size < current or not entries:
     raise MMapError(
-        f"{path} is truncated: it has {size} bytes, and {num_sequences} sequences with {entries} document index "
+        f"{name} is truncated: it has {size} bytes, and {num_sequences} sequences with {entries} document index "
         f"entries take {max(current, fixed + 8)}."
     )
   raise MMapError(
-      f"{path} has {size - current} bytes more than its {num_sequences} sequences and {entries} document index "
+      f"{name} has {size - current} bytes more than its {num_sequences} sequences and {entries} document index "
       f"entries take ({current}); write it again."
   )
 
@@ -204,10 +218,17 @@ class MMapIndexedDataset:
   """Random access to the sequences of one Megatron dataset.
 
   The arrays of `.idx` are mapped, not read; `.bin` is read by position, exactly the bytes asked for, so that a
-  file that shrinks under a running job is an error and not a bus error. Pickles as its path.
+  file that shrinks under a running job is an error and not a bus error. At a URL, `.idx` is mapped from a copy on this
+  machine and `.bin` is read by range requests, see `_mmap_remote`. Pickles as its path; at a URL, also as the versions
+  of its objects, which the process that unpickles it need not ask for.
 
   Args:
-    path_prefix: path of the pair without `.idx` and `.bin`.
+    path_prefix: path or URL of the pair without `.idx` and `.bin`.
+
+  Attributes:
+    bin_file: `.bin` as it was when it was opened; its path is the URL of a dataset at a URL.
+    idx_file: `.idx`, on this machine.
+    is_remote: whether the dataset is at a URL.
 
   Raises:
     MMapError: if a file is missing or its header does not fit its size. The arrays are checked by `scan`.
@@ -215,17 +236,26 @@ class MMapIndexedDataset:
 
   def __init__(self, path_prefix: str | os.PathLike[str]):
     self.path_prefix = path_prefix = os.fspath(path_prefix)
+    self.is_remote = remote.is_url(path_prefix)
     check_pair(path_prefix)
-    self.header = read_header(path_prefix)
-    self.bin_file, self.idx_file = (FileIdentity.of(path_prefix + suffix) for suffix in (".bin", ".idx"))
-    raw = map_file(path_prefix + ".idx")
+    bin_path = path_prefix + ".bin"
+    self.bin_file: FileIdentity | remote.RemoteFile
+    self.bin_file = remote.look(bin_path) if self.is_remote else FileIdentity.of(bin_path)
+    idx_path = index_path(path_prefix)
+    self._idx_object = remote.look(path_prefix + ".idx") if self.is_remote else None
+    self.header = _read_header(path_prefix + ".idx", idx_path)
+    self.idx_file = FileIdentity.of(idx_path)
+    raw = map_file(idx_path)
     if len(raw) != self.header.file_size:
       raise MMapError(f"{path_prefix}.idx changed its size to {len(raw)} bytes while it was opened; try again.")
     head = self.header
     self._sizes = raw[head.lengths_at : head.offsets_at].view("<i4")
     self._pointers = raw[head.offsets_at : head.documents_at].view("<i8")
     self._doc_idx = raw[head.documents_at :].view("<i8")
-    self._check_ends()
+    try:
+      self._check_ends()
+    finally:
+      _mmap_guard.check([self.idx_file])
 
   def _check_ends(self) -> None:
     """Checks what can be checked without reading the arrays: the first and last entries."""
@@ -339,32 +369,36 @@ class MMapIndexedDataset:
 
     Raises:
       IndexError: outside the dataset or the sequence.
-      MMapReadError: if `.bin` is shorter than its index says, or cannot be read.
+      MMapReadError: if `.bin` is shorter than its index says, or a file cannot be read or was truncated.
     """
     row = idx + len(self) if idx < 0 else idx
     if not 0 <= row < len(self):
       raise IndexError(f"{self.path_prefix}: sequence {idx} of {len(self)}")
-    size = int(self._sizes[row])
+    size, position = int(self._sizes[row]), int(self._pointers[row])
+    _mmap_guard.check()
     length = size - offset if length is None else int(length)
     if offset < 0 or length < 0 or offset + length > size:
       raise IndexError(f"{self.path_prefix}: tokens {offset} to {offset + length} of sequence {row}, which has {size}")
-    return self.read_bytes(int(self._pointers[row]) + offset * self.header.dtype.itemsize, length)
+    return self.read_bytes(position + offset * self.header.dtype.itemsize, length)
 
   def read_bytes(self, position: int, length: int) -> np.ndarray:
     """Reads `length` tokens that begin at byte `position` of `.bin`."""
-    wanted = length * self.header.dtype.itemsize
-    descriptor = DESCRIPTORS.acquire(self.bin_file)
+    return np.frombuffer(self.read_many([(position, length * self.header.dtype.itemsize)])[0], self.header.dtype)
+
+  def read_many(self, pieces: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Reads pieces of `.bin`, given as first byte and number of bytes; those at a URL many at a time.
+
+    Raises:
+      MMapReadError: if `.bin` ends too early, or cannot be read.
+    """
+    file = self.bin_file
+    if isinstance(file, remote.RemoteFile):
+      return remote.read_many([(file, position, size) for position, size in pieces])
+    descriptor = DESCRIPTORS.acquire(file)
     try:
-      data = os.pread(descriptor, wanted, position)
-      while 0 < len(data) < wanted and (more := os.pread(descriptor, wanted - len(data), position + len(data))):
-        data += more
-    except OSError as error:
-      raise unreadable(self.bin_file.path, error) from error
+      return [_read_whole(descriptor, file.path, position, size) for position, size in pieces]
     finally:
-      DESCRIPTORS.release(self.bin_file)
-    if len(data) != wanted:
-      raise _short_read(self.bin_file.path, position, wanted, len(data))
-    return np.frombuffer(data, self.header.dtype)
+      DESCRIPTORS.release(file)
 
   def __getitem__(self, idx):
     if isinstance(idx, slice):
@@ -376,10 +410,32 @@ class MMapIndexedDataset:
 
   def close(self) -> None:
     """Gives up the descriptor of `.bin`; the mapping of `.idx` goes with the object."""
-    DESCRIPTORS.forget(self.bin_file)
+    if isinstance(self.bin_file, FileIdentity):
+      DESCRIPTORS.forget(self.bin_file)
 
   def __reduce__(self):
-    return MMapIndexedDataset, (self.path_prefix,)
+    if not isinstance(self.bin_file, remote.RemoteFile) or self._idx_object is None:
+      return MMapIndexedDataset, (self.path_prefix,)
+    return _reopen, (self.path_prefix, remote.known((self.bin_file, self._idx_object)))
+
+
+def _reopen(path_prefix: str, state: remote.Known) -> MMapIndexedDataset:
+  """Opens a dataset at a URL as the process that pickled it had it open."""
+  remote.adopt(state)
+  return MMapIndexedDataset(path_prefix)
+
+
+def _read_whole(descriptor: int, path: str, position: int, wanted: int) -> bytes:
+  """Reads exactly `wanted` bytes."""
+  try:
+    data = os.pread(descriptor, wanted, position)
+    while 0 < len(data) < wanted and (more := os.pread(descriptor, wanted - len(data), position + len(data))):
+      data += more
+  except OSError as error:
+    raise unreadable(path, error) from error
+  if len(data) != wanted:
+    raise _short_read(path, position, wanted, len(data))
+  return data
 
 
 def _short_read(path: str, position: int, wanted: int, found: int) -> MMapReadError:
