@@ -132,24 +132,44 @@ def _too_short(start: str, counts: list[int], content) -> list[str]:
 
 def _available(start: str, content) -> list[int | None]:
   """Returns the samples that each child's indices have; None where they are not in the folder."""
-  folder = os.path.dirname(start)
+  return [None if child is None else len(child.arrays()[2]) for child in children(start, content)]
+
+
+def children(start: str, content: dict[str, Any] | None = None) -> list[orders.Order | None]:
+  """Returns the order of each child of a pair, the longest where there are several; None where there is none.
+
+  They lie in the folders beside a pair with fixed names, and in the same folder as Megatron's.
+  """
+  folder, content = os.path.dirname(start), content or description(start)
   if content is None:
-    return [_most(child, orders.names_in(child)) for child in child_folders(folder)]
-  names: dict[str, list[str]] = {}
-  for name in orders.names_in(folder):
-    order = orders.open_order(folder, name)
-    if order.maker == orders.MEGATRON:
-      names.setdefault(_key(order.metadata), []).append(name)
-  return [_most(folder, names.get(_key(child), [])) for child in content["datasets"]]
+    return [_longest(_orders_in(child)) for child in child_folders(folder)]
+  found = _orders_in(folder)
+  return [_longest([order for order in found if order.metadata == child]) for child in content["datasets"]]
 
 
-def _key(content: dict) -> str:
-  return cache.digest_of_json(content)
+def _orders_in(folder: str) -> list[orders.Order]:
+  return [orders.open_order(folder, name) for name in orders.names_in(folder)]
 
 
-def _most(folder: str, names: list[str]) -> int | None:
-  """Returns the samples of the longest of some orders."""
-  return max((len(orders.open_order(folder, name).arrays()[2]) for name in names), default=None)
+def _longest(found: list[orders.Order]) -> orders.Order | None:
+  return max(found, key=lambda order: len(order.arrays()[2]), default=None)
+
+
+def first_other(a, b, ends: list[int | None]) -> int | None:
+  """Returns the first draw of two pairs that gives another sample, or None.
+
+  Args:
+    ends: for each dataset, its first sample that differs between the two blends, or None.
+  """
+  common = min(len(a[0]), len(b[0]))
+  never = np.iinfo(np.int64).max
+  limits = np.array([never if end is None else end for end in ends] + [never] * (blending.MAX_DATASETS - len(ends)))
+  for first in range(0, common, _PIECE):
+    piece = slice(first, min(first + _PIECE, common))
+    other = (a[0][piece] != b[0][piece]) | (a[1][piece] != b[1][piece]) | (a[1][piece] >= limits[a[0][piece]])
+    if other.any():
+      return first + int(np.argmax(other))
+  return None if len(a[0]) == len(b[0]) else common
 
 
 def _request(content, weights: list[float] | None, size: int) -> blending.BlendRequest | None:
@@ -170,8 +190,8 @@ def _wrong_draw(start: str, arrays, request: blending.BlendRequest) -> list[str]
     return []
   found, expected = (int(arrays[0][position]), int(arrays[1][position])), _draw_at(request, position)
   return [
-      f"{_paths(start)[0]}: draw {position:,} is sample {found[1]} of dataset {found[0]}; expected sample {expected[1]} of "
-      f"dataset {expected[0]}; draw the blend again."
+      f"{_paths(start)[0]}: draw {position:,} is sample {found[1]} of dataset {found[0]}; expected sample {expected[1]} "
+      f"of dataset {expected[0]}; draw the blend again."
   ]
 
 

@@ -27,6 +27,7 @@ COMMANDS = (
     "build",
     "inspect_data",
     "verify",
+    "diff",
     "from_megatron",
 )
 
