@@ -52,7 +52,8 @@ def _kind(order: dict[str, Any]) -> str:
   if order.get("kind") == "mmap":
     return f"grain_file_type=mmap with {len(order.get('datasets') or [])} datasets"
   if "children" in order:
-    return f"a blend of {len(order['children'])} datasets"
+    children = order["children"]
+    return f"a blend of {len(children) if isinstance(children, list) else 0} datasets"
   return "one dataset"
 
 
