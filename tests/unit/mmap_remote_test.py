@@ -546,14 +546,15 @@ def test_another_process_reads_with_the_cache_folder_of_the_first(local, tmp_pat
   assert dataset.idx_file.path.startswith(str(tmp_path / "cache"))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_process_reads(local):
-  dataset = MMapIndexedDataset(f"file://{local}")
-  expected = dataset.get(7).tolist()
-  pid = os.fork()
-  if not pid:
-    os._exit(0 if dataset.get(7).tolist() == expected else 1)
-  assert os.waitpid(pid, 0)[1] == 0
+def test_a_forked_process_reads(local, tmp_path):
+  code = (
+      "import os, sys\n"
+      "from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset\n"
+      "dataset = MMapIndexedDataset(sys.argv[1]); expected = dataset.get(7).tolist(); pid = os.fork()\n"
+      "if not pid: os._exit(dataset.get(7).tolist() != expected)\n"
+      "sys.exit(os.waitpid(pid, 0)[1])"
+  )
+  subprocess.run([sys.executable, "-c", code, f"file://{local}"], check=True, timeout=60)
 
 
 def test_a_dataset_whose_bin_was_replaced_is_refused(distant, monkeypatch):

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
+from maxtext.input_pipeline import _mmap_remote as remote
 from maxtext.input_pipeline._mmap_indexed_dataset import (
   MMapError,
   MMapFileNotFoundError,
@@ -87,12 +88,13 @@ def resolve_shard_prefixes(paths: str | os.PathLike | Sequence[str | os.PathLike
   """
   found: list[str] = []
   for path in _as_list(paths):
-    found.extend(_resolve_url(path) if "://" in path else _resolve_local(path))
+    found.extend(remote.resolve(path) if remote.is_url(path) else _resolve_local(path))
   if not found:
     raise MMapFileNotFoundError("no dataset path was given; give a path without .idx or .bin, or a folder of datasets.")
   twice = [path for path, count in collections.Counter(found).items() if count > 1]
   if twice:
     raise MMapError(f"{twice[0]} is named twice in one dataset; name each of its shards once.")
+  remote.prepare(found)
   return sorted(found)
 
 
@@ -106,12 +108,6 @@ def _resolve_local(path: str) -> list[str]:
   for prefix in prefixes:
     check_pair(prefix)
   return prefixes
-
-
-def _resolve_url(path: str) -> list[str]:
-  from maxtext.input_pipeline import _mmap_remote as remote  # pylint: disable=import-outside-toplevel
-
-  return remote.resolve(path)
 
 
 def _as_list(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:

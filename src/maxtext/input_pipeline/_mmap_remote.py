@@ -121,9 +121,11 @@ def prepare(prefixes: Sequence[str]) -> None:
       look(prefix + ".bin")
       fetch(prefix + ".idx")
 
-  with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE, "remote-prepare") as pool:
-    for _ in pool.map(one, filter(is_url, prefixes)):
-      pass
+  urls = [prefix for prefix in prefixes if is_url(prefix)]
+  if urls:
+    with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE, "remote-prepare") as pool:
+      for _ in pool.map(one, urls):
+        pass
 
 
 class Known(NamedTuple):

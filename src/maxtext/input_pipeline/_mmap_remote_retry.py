@@ -9,6 +9,7 @@ import logging
 import random
 import threading
 import time
+from typing import Any
 
 from maxtext.input_pipeline._mmap_files import MMapError, MMapFileNotFoundError, MMapReadError
 
@@ -46,7 +47,7 @@ class ObjectChangedError(MMapError):
   """An object that is not the one that was looked at any more."""
 
 
-def patiently[Result](url: str, action: Callable[[float], Result], patience: Patience | None = None) -> Result:
+def patiently(url: str, action: Callable[[float], Any], patience: Patience | None = None) -> Any:
   """Calls `action` with the seconds that its reply may take, again and again while what fails may pass.
 
   Raises:

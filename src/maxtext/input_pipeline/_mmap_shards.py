@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxtext.input_pipeline import _mmap_index_utils as utils
+from maxtext.input_pipeline import _mmap_remote as remote
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
 
 
@@ -86,25 +87,23 @@ class ShardedDataset:
       IndexError: if a piece lies outside its sequence.
       MMapError: if it cannot be read.
     """
-    found: list[np.ndarray | None] = [None] * len(pieces)
-    distant: dict[int, list[int]] = {}
-    for number, piece in enumerate(pieces):
+    distant = [self._place(piece) for piece in pieces if self.shards[piece.shard].is_remote]
+    fetched = iter(remote.read_many(distant) if distant else ())
+    found = []
+    for piece in pieces:
       shard = self.shards[piece.shard]
-      if getattr(shard, "is_remote", False):
-        distant.setdefault(piece.shard, []).append(number)
+      if shard.is_remote:
+        found.append(np.frombuffer(next(fetched), shard.header.dtype))
       else:
-        found[number] = shard.get(piece.row, piece.offset, piece.length)
-    for shard_number, numbers in distant.items():
-      for number, tokens in zip(numbers, self._read_distant(shard_number, [pieces[n] for n in numbers]), strict=True):
-        found[number] = tokens
-    return found  # pyrefly: ignore[bad-return]
+        found.append(shard.get(piece.row, piece.offset, piece.length))
+    return found
 
-  def _read_distant(self, number: int, pieces: Sequence[Piece]) -> list[np.ndarray]:
-    shard = self.shards[number]
+  def _place(self, piece: Piece) -> tuple[remote.RemoteFile, int, int]:
+    """Returns the object of a piece at a URL, its first byte and its number of bytes."""
+    shard, (_, row, offset, length) = self.shards[piece.shard], piece
+    file = shard.bin_file
+    assert isinstance(file, remote.RemoteFile)
+    if not 0 <= offset <= offset + length <= shard.sizes[row]:
+      raise IndexError(f"{shard.path_prefix}: tokens {offset} to {offset + length} of sequence {row}")
     itemsize = shard.header.dtype.itemsize
-    spans = []
-    for _, row, offset, length in pieces:
-      if not 0 <= offset <= offset + length <= shard.sizes[row]:
-        raise IndexError(f"{shard.path_prefix}: tokens {offset} to {offset + length} of sequence {row}")
-      spans.append((int(shard.pointers[row]) + offset * itemsize, length * itemsize))
-    return [np.frombuffer(data, shard.header.dtype) for data in shard.read_many(spans)]
+    return file, int(shard.pointers[row]) + offset * itemsize, length * itemsize
