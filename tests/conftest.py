@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All tests run on the CPU; set before anything imports JAX, and inherited by the processes that tests start."""
 
+import gc
 import os
 
 from hypothesis import settings
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -11,3 +13,18 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 settings.register_profile("short", deadline=None, max_examples=60)
 settings.register_profile("long", deadline=None, max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+
+@pytest.fixture
+def forget_truncated_files():
+  """What a test has truncated under a mapping must not be told in the next one."""
+  from maxtext.input_pipeline import _mmap_guard  # here, since tests/reference runs without `maxtext`
+
+  yield
+  while True:
+    try:
+      _mmap_guard.check()
+      return
+    except OSError:
+      gc.collect()
+      assert _mmap_guard._guard is not None and not _mmap_guard._guard._told, "a truncated file is still mapped"

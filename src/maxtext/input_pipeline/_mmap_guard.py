@@ -135,6 +135,7 @@ class _Guard:
     self._watched: dict[int, _Watched] = {}
     self._free: list[int] = []
     self._fresh = itertools.count()
+    self._told: set[int] = set()  # rows of faulted mappings that an error was raised for
     self._gone: list[_Watched] = []  # faulted and unmapped before anybody asked
     self._answered = 0
     self._renew_lock()
@@ -220,8 +221,10 @@ class _Guard:
     self._table[row, _START] = 0
     watched = self._watched.pop(row)
     if self._table[row, _FAULTED]:
-      self._gone.append(watched)
       self._table[row, _FAULTED] = 0
+      if row not in self._told:
+        self._gone.append(watched)
+      self._told.discard(row)
     self._free.append(row)
 
   @property
@@ -235,6 +238,7 @@ class _Guard:
     for row in np.flatnonzero(self._table[: self.words[_ROWS], _FAULTED]).tolist():
       watched = self._watched.get(row)
       if watched:
+        self._told.add(row)
         raise _explain(watched)
     self._answered = faults  # all of them were told and are unmapped
 
@@ -310,8 +314,8 @@ class _File(Protocol):
 def check(files: Iterable[_File] = ()) -> None:
   """Raises if a mapped file was truncated, since its reader got zeros: to be called before what was read is used.
 
-  Without files it is a comparison of two numbers: for every read. It keeps raising while the mapping is there; for one
-  that is gone it raises once.
+  Without files it is a comparison of two numbers: for every read. It keeps raising while the mapping is there, and
+  raises at least once for each.
 
   The page in which a file ends now can be read to the end of the page, without a bus error and without its bytes. So a
   cut within the last page is seen only by a look at the size of the file, a system call for each: once a batch. Bytes
