@@ -168,6 +168,11 @@ class GlobalOrderIterator(grain.DatasetIterator):
     return self._dataset.global_batch_size
 
   @property
+  def shard_index(self) -> int:
+    """This host, among those that share a global batch."""
+    return self._dataset.shard_index
+
+  @property
   def available_samples(self) -> int:
     """Samples of the global order."""
     return len(self._dataset.rows)

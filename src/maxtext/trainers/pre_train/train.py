@@ -3,7 +3,8 @@
 
 The release logs any failure of the data iterator as "Training stopped" and exits 0, without a last checkpoint. Here, a
 failure met inside the loop saves the last whole step (with one process and checkpoints on) and is raised again; and the
-sentence of an MMapError is the last line on stderr, in place of a stack trace. Other runs are the release's.
+sentence of an MMapError is the last line on stderr, in place of a stack trace. With `log_batch_digest`, each step also
+logs a digest of its global batch. Other runs are the release's.
 """
 
 import functools
@@ -13,11 +14,15 @@ import traceback
 
 from absl import app
 import jax
+from jax.experimental import multihost_utils
+import numpy as np
 
 from maxtext._release.trainers.pre_train import train as release
 from maxtext.input_pipeline import _mmap_config as mmap_config
+from maxtext.input_pipeline import _mmap_digest as mmap_digest
 from maxtext.input_pipeline import multihost_dataloading
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
+from maxtext.input_pipeline._mmap_iterator import GlobalOrderIterator
 from maxtext.utils import exceptions, max_logging
 
 globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
@@ -48,7 +53,30 @@ def training_loop_iteration(jax_device_state, python_vars, immutable_data):
     config, step, cause = immutable_data["config"], python_vars["step"], evaluation.failure
     saved = _save_last_step(jax_device_state["state"], python_vars, config, step)
     raise DataFailureError(f"Training ended in the evaluation after step {step}: {_sentence(cause)}{saved}") from cause
+  if immutable_data["config"].log_batch_digest:
+    _log_batch_digest(python_vars["step"], python_vars["data_iterator"])
   return metrics
+
+
+def _log_batch_digest(step: int, data_iterator) -> None:
+  """Logs the digest of the global batch that a step has read; every process takes part, the first one logs."""
+  iterator = getattr(data_iterator, "local_iterator", None)
+  if not isinstance(iterator, GlobalOrderIterator) or iterator.last_batch is None:
+    return
+  digests = _gather_rows(mmap_digest.row_digests(mmap_digest.raw_tokens(iterator.last_batch)), iterator.shard_index)
+  if jax.process_index() == 0:
+    digest = mmap_digest.combine(digests)
+    max_logging.log(mmap_digest.line(step, digest, iterator.last_first_sample, len(digests)))
+
+
+def _gather_rows(digests: np.ndarray, host: int) -> np.ndarray:
+  """Returns the row digests of all hosts in global order, uint64[rows], from those of this one."""
+  if jax.process_count() == 1:
+    return digests
+  halves = digests.view(np.uint32).reshape(-1, 2)  # JAX would cut 64 bits to 32
+  everyones = multihost_utils.process_allgather({"host": np.int32(host), "halves": halves})
+  by_host = np.asarray(everyones["halves"])[np.argsort(np.asarray(everyones["host"]))]
+  return mmap_digest.interleave([np.ascontiguousarray(part).view(np.uint64)[:, 0] for part in by_host])
 
 
 class _HeldFailure:
