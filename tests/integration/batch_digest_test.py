@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With log_batch_digest each step logs the digest of its global batch, whatever the workers and restarts; of hosts see `hosts_test`."""
+"""With log_batch_digest each step logs the digest of its global batch; see `hosts_test` for several hosts."""
 
 import re
 
