@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
+import os
 from typing import Any
 
 import grain.python as grain
@@ -318,9 +320,13 @@ def open_windows(settings: WindowSettings, write: bool | None = None) -> Windows
     MMapError: if a dataset cannot be opened, is damaged, or is shorter than a window.
   """
   paths, weights = parse_files(settings.files, settings.key)
-  stamps = cache.Stamps(settings.stamps_folder) if settings.stamps_folder else None
-  opened = [_open(path, settings, stamps) for path in paths]
+  folder = cache.local_folder(settings.stamps_folder)
+  stamps = cache.Stamps(folder) if folder else None
+  with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+    opened = list(pool.map(lambda path: _open(path, settings, stamps), paths))
   if stamps and stamps.changed and cache.writes(write):
+    with contextlib.suppress(OSError):  # stamps only save work
+      os.makedirs(folder, exist_ok=True)
     stamps.save()
   streams, identities, lines = zip(*opened, strict=True)
   proportions = mix_proportions(weights)
