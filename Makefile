@@ -8,11 +8,12 @@ REFERENCE := .venv-reference
 RUN := $(VENV)/bin/python
 JOBS ?= 2
 
-.PHONY: help demo test test-reference lint docs install install-reference clean
+.PHONY: help demo test test-long test-reference lint docs install install-reference clean
 
 help:
 	@echo "make demo              tokenize, build indices, train 20 steps on the CPU with a resume (first time: a few minutes)"
 	@echo "make test              unit and integration tests"
+	@echo "make test-long         faults and fuzzing for longer (15 minutes; as root also full and read-only disks)"
 	@echo "make test-reference    live comparison with megatron-core (needs Python 3.11; installs torch and megatron-core)"
 	@echo "make lint              ruff and pyrefly"
 	@echo "make docs              HTML documentation in docs/_build"
@@ -24,6 +25,11 @@ demo: install
 
 test: install
 	$(RUN) -m pytest -q -n $(JOBS) --dist=worksteal tests/unit tests/integration
+
+test-long: install
+	FAULT_ROUNDS=100 FUZZ_SECONDS=$${FUZZ_SECONDS:-600} HYPOTHESIS_PROFILE=long $(RUN) -m pytest -q tests/faults \
+	  tests/unit/mmap_guard_test.py tests/unit/mmap_faults_test.py tests/unit/mmap_fuzz_test.py \
+	  tests/integration/mapped_file_test.py
 
 test-reference: install-reference
 	HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python -m pytest -q -p no:cacheprovider tests/reference -o python_files='*_reference.py'
