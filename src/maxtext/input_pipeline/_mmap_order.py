@@ -33,7 +33,8 @@ def check_state(state: Any, order: dict[str, Any]) -> None:
   if not whole or state.get("format") != STATE_FORMAT:
     raise MMapError(
         "the checkpoint's data iterator state was not saved by grain_file_type=mmap_npy or mmap of this version, so its "
-        "position cannot be continued; start a new run_name (load_parameters_path keeps the weights)."
+        "position cannot be continued; start a new run_name (load_parameters_path keeps the weights, and "
+        "mmap_npy_start_sample=STEPS * BATCH starts the data where a run in the same order stopped)."
     )
   if _kind(saved) != _kind(order):
     raise MMapError(
