@@ -167,7 +167,7 @@ def _compare_blends(paths, starts: list[str]) -> dict[str, Any]:
   pairs = [blends.open_pair(start) for start in starts]
   children = [blends.children(start) for start in starts]
   compared = [None if None in both else _compare(*both) for both in zip(*children, strict=False)]
-  position = blends.first_other(pairs[0], pairs[1], [child and child["position"] for child in compared])
+  position = blends.first_other(pairs[0], pairs[1], [None if child is None else child["position"] for child in compared])
   sides = [_blend_facts(path, pair) for path, pair in zip(paths, pairs, strict=True)]
   facts: dict[str, Any] = {"identical": position is None, "position": position, "a": sides[0], "b": sides[1]}
   facts["children"] = compared

@@ -28,7 +28,9 @@ COMMANDS = (
     "inspect_data",
     "verify",
     "diff",
+    "stats",
     "from_megatron",
+    "preflight",
 )
 
 

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many segments the samples of an order hold, under several merge settings. NumPy and Numba only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from maxtext.input_pipeline import _mmap_index_cache as cache
+from maxtext.input_pipeline import _mmap_index_kernels as kernels
+from maxtext.input_pipeline.mmap_cli import order_kernels
+from maxtext.input_pipeline.mmap_cli.mixtures import Child
+
+_PIECE = 1 << 18  # samples between two looks at the progress
+_MOST_BINS = 1 << 16
+_MERGES = (0, 8, 16, 25, 32, 64, 128)
+_QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+def count(children: list[Child], options, described: list[dict[str, Any]], progress) -> dict[str, Any]:
+  """Counts the segments of the samples that a run reads, for each merge setting.
+
+  Args:
+    children: the datasets and their orders.
+    options: of the command `stats`.
+    described: facts of each dataset, of which `eod_id` is used; share, target, samples and epochs are added.
+  """
+  length = options.seq_length
+  others = [merge for merge in _MERGES if merge != options.merge and (not merge or length // merge > 1)]
+  merges = [options.merge, *others]
+  counter = Counter(length, merges)
+  for child, own in zip(children, described, strict=True):
+    own |= _share(child, children)
+    counter.add(child.dataset, child.index.arrays, child.drawn, progress, child.entry.text)
+  samples = sum(child.drawn for child in children)
+  result = {
+      "seq_length": length,
+      "merge": options.merge,
+      "samples": samples,
+      "whole_order": options.samples is not None,
+      "loss_share": 1 - counter.eods / (samples * length),
+      "segments": _distribution(counter.histogram[0], int(counter.most[0])),
+      "merges": [
+          {
+              "packing_max_segments_per_sample": merge,
+              "joins_up_to": _distance(length, merge),
+              "joined": int(counter.merged[number]),
+              "joined_share": int(counter.merged[number]) / max(counter.beginnings, 1),
+              "mean": _mean(counter.histogram[number]),
+              "most": int(counter.most[number]),
+          }
+          for number, merge in sorted(enumerate(merges), key=lambda pair: pair[1])
+      ],
+      "histogram": np.trim_zeros(counter.histogram[0], "b").tolist(),
+  }
+  most = int(counter.most[0])
+  if options.read:
+    result["read"] = [_read(child, own, counter, options) for child, own in zip(children, described, strict=True)]
+    most = max(most, *(read["most"] for read in result["read"]))
+  result["recommended"] = {
+      "max_kda_segments": recommend(most, length, options.samples is not None),
+      "packing_max_segments_per_sample": 0,
+  }
+  return result
+
+
+def _distance(length: int, merge: int) -> int:
+  """Returns how many tokens after the last kept beginning a document is joined; 0: never, as in the pipeline."""
+  distance = length // merge if merge else 0
+  return distance if distance > 1 else 0
+
+
+def recommend(most: int, length: int, whole: bool) -> int:
+  """Returns max_kda_segments for orders whose samples hold at most `most` segments: see the help of `stats`."""
+  if not whole:
+    most = most + -(-most // 4)
+  return -(-min(most, length) // 8) * 8
+
+
+class Counter:
+  """Segments of samples, under several merge settings at once; see `order_kernels.count_segments`."""
+
+  def __init__(self, length: int, merges: list[int]):
+    self.length = length
+    self.distances = np.array([_distance(length, merge) for merge in merges], np.int64)
+    self.histogram = np.zeros((len(merges), min(length, _MOST_BINS) + 1), np.int64)
+    self.most, self.merged = np.zeros(len(merges), np.int64), np.zeros(len(merges), np.int64)
+    self.eods = self.beginnings = 0
+
+  def add(self, dataset, arrays, count: int, progress=None, name: str = "") -> None:
+    """Counts the first `count` samples of an order."""
+    cache.check_ranges(arrays, len(dataset), name)
+    sizes, ends = dataset.sizes, _document_ends(dataset)
+    state = (self.length, self.distances, self.histogram, self.most, self.merged)
+    for first in range(0, count, _PIECE):
+      last = min(first + _PIECE, count)
+      eods, beginnings = order_kernels.count_segments(sizes, ends, *arrays, first, last, *state)
+      self.eods, self.beginnings = self.eods + int(eods), self.beginnings + int(beginnings)
+      if progress:
+        progress(f"{name}: segments", last, count)
+
+
+def _document_ends(dataset):
+  """Returns whether each sequence ends a document, bool[N]; all do unless documents are split into sentences."""
+  parts = []
+  for shard in dataset.shards:
+    ends = np.zeros(len(shard), bool)
+    last = shard.doc_idx[1:] - 1
+    ends[last[last >= 0]] = True
+    parts.append(ends)
+  return np.concatenate(parts)
+
+
+def _share(child, children) -> dict[str, Any]:
+  plan = child.index.description.plan
+  tokens = sum(other.drawn for other in children)
+  return {"target": child.share, "share": child.drawn / tokens, "samples": child.drawn, "epochs": plan.num_epochs}
+
+
+def _mean(histogram) -> float:
+  return float((histogram * range(len(histogram))).sum() / max(histogram.sum(), 1))
+
+
+def _distribution(histogram, most: int) -> dict[str, Any]:
+  ends = np.cumsum(histogram)
+  quantiles = {f"{share:.0%}": int(np.searchsorted(ends, share * ends[-1])) for share in _QUANTILES}
+  return {"mean": _mean(histogram), **quantiles, "most": most}
+
+
+def _read(child, own, counter: Counter, options) -> dict[str, Any]:
+  """Reads samples here and there and compares their EOD tokens with the count without reading."""
+  from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource  # it imports Grain and JAX
+
+  chosen = np.unique(np.linspace(0, child.drawn - 1, min(options.read, child.drawn)).astype(np.int64))
+  arrays = child.index.arrays
+  source = MegatronNpyDataSource(
+      "", [*child.dataset.prefixes], own["eod_id"], options.seq_length, True, prebuilt_indices=arrays
+  )
+  eods, segments = 0, []
+  for first in range(0, len(chosen), 64):
+    inputs = source.read_rows(chosen[first : first + 64])[:, :-1]
+    found = np.empty((2, *inputs.shape), np.int32)
+    kernels.batch_segments_and_positions(inputs, own["eod_id"], int(counter.distances[0]), found[0], found[1])
+    eods += int((inputs == own["eod_id"]).sum())
+    segments += found[0, :, -1].tolist()
+  assumed = Counter(options.seq_length, [options.merge])
+  assumed.add(child.dataset, (arrays[0], arrays[1], arrays[2][chosen]), len(chosen))
+  return {
+      "dataset": child.entry.text,
+      "samples": len(chosen),
+      "eods": eods,
+      "assumed_eods": assumed.eods,
+      "mean": sum(segments) / len(segments),
+      "most": max(segments),
+  }
