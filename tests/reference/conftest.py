@@ -12,6 +12,7 @@ import types
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the scripts here import one another
 
 
 def _load_module(name: str) -> types.ModuleType:
@@ -37,3 +38,15 @@ def _load_module(name: str) -> types.ModuleType:
 def load_module():
   """The function `load_module(name)`; see `_load_module`."""
   return _load_module
+
+
+@pytest.fixture(scope="session")
+def golden():
+  """The script that writes the golden file of single datasets; it also knows how to make megatron-core's datasets."""
+  return importlib.import_module("write_golden")
+
+
+@pytest.fixture(scope="session")
+def blend_golden():
+  """The script that writes the golden file of blends."""
+  return importlib.import_module("write_blend_golden")

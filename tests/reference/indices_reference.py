@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our document, sample and shuffle indices, splits and samples against a live megatron-core, on random datasets."""
 
-import importlib.util
 import json
 import os
-from pathlib import Path
 import re
 import tempfile
 
@@ -23,15 +21,6 @@ EXAMPLES = settings(deadline=None, max_examples=100, suppress_health_check=[Heal
 MANY = settings(EXAMPLES, max_examples=500)
 SPLITS = ["99,1", "98,1,1", "969,30,1", "0.7,0.2,0.1", "50,50,0", "1,1,1", "0.3,0.6,0.1", ".5,.25,.25", "7"]
 SPLIT_TEXT = r"[1-9]?[0-9]{0,3}[.]?[0-9](,[0-9]{1,3}([.][0-9])?){0,2}"
-
-
-@pytest.fixture(scope="module")
-def golden():
-  """The script beside this file that writes the golden file; it also knows how to make megatron-core's datasets."""
-  spec = importlib.util.spec_from_file_location("write_golden", Path(__file__).with_name("write_golden.py"))
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 @pytest.fixture(scope="module")
