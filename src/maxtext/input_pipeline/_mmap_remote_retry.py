@@ -97,7 +97,9 @@ _CREDENTIALS = {
 # Errors of the packages below fsspec that are no OSError and pass: of connections, and of replies that end early.
 _PASSING = {
     "aiohttp.ClientError",
+    "botocore.ConnectionError",
     "botocore.HTTPClientError",
+    "botocore.IncompleteReadError",
     "botocore.ResponseParserError",
     "gcsfs.ChecksumError",
     "google.TransportError",
@@ -128,20 +130,17 @@ def _kind(error: BaseException) -> str:
 
 def status_of(error: BaseException | None) -> int | None:
   """Returns the HTTP status behind an error of one of the packages below fsspec, if it has one."""
-  for part in (error, error and error.__cause__):
+  found = getattr(error, "status", None) or getattr(error, "code", None)
+  for part in (error, error and error.__cause__):  # s3fs raises an OSError from botocore's error
     response = getattr(part, "response", None)
     if isinstance(response, dict):
       found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-      found = getattr(part, "status", None) or getattr(part, "code", None)
-    if str(found).isdigit():
-      return int(str(found))
-  return None
+  return int(str(found)) if str(found).isdigit() else None
 
 
 def one_line(error: BaseException) -> str:
-  """What an error says, without line breaks and a full stop."""
-  return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+  """What an error says, as part of a sentence."""
+  return " ".join(str(error).split())[:300].rstrip(".").replace(". ", "; ") or type(error).__name__
 
 
 def _reason(error: BaseException, reply: float) -> str:
