@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import logging
 import os
 import re
@@ -123,12 +124,16 @@ def start(tmp_path, arguments):
   """Starts training in a process of its own; its output goes to the file `process.log`."""
   started = []
 
-  def begin(prefix: str, **keys):
+  def begin(prefix: str, environment=None, **keys):
     command = [sys.executable, "-m", "maxtext.trainers.pre_train.train", *arguments(prefix, **keys)]
     path = tmp_path / f"log{len(started)}"
     with open(path, "wb") as log:
       process = subprocess.Popen(
-          command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+          command,
+          cwd=tmp_path,
+          stdout=log,
+          stderr=subprocess.STDOUT,
+          env=os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {}),
       )
     process.log = path
     started.append(process)
@@ -138,6 +143,31 @@ def start(tmp_path, arguments):
   for process in started:
     if process.poll() is None:
       process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def train_hosts(start, finish, tmp_path_factory):
+  """Trains as several hosts on loopback, each a process with one device; returns their runs, host 0 first."""
+
+  def run(hosts: int, prefix: str, own_keys=lambda host: {}, **keys) -> list[Run]:
+    lock = tmp_path_factory.getbasetemp().parent / "coordinator.lock"  # MaxText's coordinator has one port
+    with open(lock, "w") as file:
+      fcntl.flock(file, fcntl.LOCK_EX)
+      processes = []
+      for host in range(hosts):
+        environment = {
+          "JAX_PLATFORMS": "cpu",
+          "JAX_COORDINATOR_ADDRESS": "localhost",
+          "JOB_INDEX": "0",
+          "JOB_COMPLETION_INDEX": str(host),
+          "PROCESSES_IN_JOB": str(hosts),
+          "JAX_PROCESS_COUNT": str(hosts),
+        }
+        settings = {"skip_jax_distributed_system": False, **keys, **own_keys(host)}
+        processes.append(start(prefix, environment, **settings))
+      return [finish(process) for process in processes]
+
+  return run
 
 
 @pytest.fixture

@@ -85,7 +85,8 @@ def test_a_longer_blend_begins_like_a_shorter_one(weights, size, more):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12))
 def test_a_whole_blend_draws_every_sample_once(lengths):
   datasets, samples = draws(library.whole_blend(lengths, None))
-  assert sorted(zip(datasets, samples, strict=True)) == [(n, k) for n, length in enumerate(lengths) for k in range(length)]
+  every = [(dataset, sample) for dataset, length in enumerate(lengths) for sample in range(length)]
+  assert sorted(zip(datasets, samples, strict=True)) == every
 
 
 def test_a_whole_blend_in_megatrons_order():
@@ -101,7 +102,8 @@ def test_d7_three_hundred_datasets():
 
 
 def test_d7_more_datasets_than_int16_can_name():
-  assert "a blend of 32768 datasets was asked for; expected 1 to 32767" in refusal(library.weighted_blend, [1.0] * 32768, 5)
+  message = refusal(library.weighted_blend, [1.0] * 32768, 5)
+  assert "a blend of 32768 datasets was asked for; expected 1 to 32767" in message
   assert len(library.weighted_blend([1.0] * 32767, 1).weights) == 32767
 
 
@@ -114,7 +116,8 @@ def test_the_released_function_fills_arrays_of_the_caller():
   dataset_index, dataset_sample_index = np.zeros(10, np.int16), np.zeros(10, np.int64)
   library.build_blending_indices(dataset_index, dataset_sample_index, np.array([0.7, 0.3]), 2, 10)
   assert dataset_index.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]
-  for weights, message in (([0.5, 0.2], "must sum to 1"), ([1.0, 0.0], "expected 2 positive"), ([1.0], "expected 2 positive")):
+  faults = (([0.5, 0.2], "must sum to 1"), ([1.0, 0.0], "expected 2 positive"), ([1.0], "expected 2 positive"))
+  for weights, message in faults:
     arguments = (dataset_index, dataset_sample_index, np.array(weights), 2, 10)
     assert message in refusal(library.build_blending_indices, *arguments)
   assert "expected (9,) for both" in refusal(
@@ -263,7 +266,8 @@ def source(weights=(0.7, 0.3), lengths=(8, 8), **settings):
 
 def test_elements_are_those_of_the_children():
   blended = source(size=10)
-  assert [blended[k] for k in range(10)] == list(zip([0, 1, 0, 0, 1, 0, 0, 1, 0, 0], [0, 0, 1, 2, 1, 3, 4, 2, 5, 6], strict=True))
+  datasets, samples = [0, 1, 0, 0, 1, 0, 0, 1, 0, 0], [0, 0, 1, 2, 1, 3, 4, 2, 5, 6]
+  assert [blended[k] for k in range(10)] == list(zip(datasets, samples, strict=True))
   assert blended[-1] == (0, 6) and blended.child(4) == (1, 1)
   for index in (10, -11):
     with pytest.raises(IndexError, match=f"sample {index} of 10"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the global stream: shards as one dataset, blends, and the order that a checkpoint keeps. CASES D5, D7, D10, D11."""
+"""Tests of the global stream: shards as one dataset, blends, and the order in a checkpoint. CASES D5, D7, D10, D11."""
 
 import dataclasses
 import json
@@ -267,13 +267,14 @@ def test_many_shards_are_kept_short(settings, tmp_path):
   assert len(json.dumps(saved)) < 1000 and saved["datasets"][0]["shards"] == 40
   check(saved, order_of(settings("{npy}|{data}/s", num_samples=20)))
   write(tmp_path / "s" / "s_7", [4], 7)
-  assert "its dataset is 40 sequences, 200 tokens" in refusal(check, saved, order_of(settings("{npy}|{data}/s", num_samples=20)))
+  message = refusal(check, saved, order_of(settings("{npy}|{data}/s", num_samples=20)))
+  assert "its dataset is 40 sequences, 200 tokens" in message
 
 
 def test_a_stream_that_is_too_short_names_the_key_to_change(settings, tmp_path):
   write(tmp_path / "a")
   message = refusal(open_stream, settings("{npy}|{data}/a", num_samples=8, needed=9))
-  assert "grain_train_files: the order of 8 samples that was asked for has 8, but the run reads 9; raise mmap_npy" in message
+  assert "grain_train_files: the order of 8 samples that was asked for has 8, but the run reads 9; raise mmap" in message
   evaluation = dataclasses.replace(settings("{npy}|{data}/a", num_samples=8, needed=9), key="grain_eval_files")
   assert "lower eval_steps or eval_per_device_batch_size" in refusal(open_stream, evaluation)
 
@@ -286,7 +287,8 @@ def test_reports_name_the_child(settings, two):
 
 def test_children_that_are_planned_say_what_they_are_asked_for(settings, two):
   planned, mixture = library.plan_children(settings(two, num_samples=1000))
-  assert mixture.mixed and [(child.number, child.weight, child.requested) for child in planned] == [(0, 0.7, 704), (1, 0.3, 302)]
+  asked = [(child.number, child.weight, child.requested) for child in planned]
+  assert mixture.mixed and asked == [(0, 0.7, 704), (1, 0.3, 302)]
   assert "is a blend with weights, and no number of samples is set" in refusal(
     library.plan_children, settings(two, num_samples=None)
   )

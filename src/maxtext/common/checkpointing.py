@@ -10,8 +10,8 @@ import json
 from typing import TYPE_CHECKING
 
 from maxtext._release.common import checkpointing as release
-from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 from maxtext.common import grain_utility
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderIterator
 from maxtext.input_pipeline._mmap_order import check_state
 from maxtext.utils import max_logging

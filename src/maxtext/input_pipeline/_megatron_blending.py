@@ -21,6 +21,7 @@ import os
 
 import numpy as np
 
+from maxtext.input_pipeline import _mmap_guard
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline import _mmap_index_utils as utils
@@ -103,7 +104,7 @@ def normalized(weights: Sequence[float]) -> np.ndarray:
   vector = np.asarray(weights, np.float64)
   if vector.ndim != 1 or not 1 <= len(vector) <= MAX_DATASETS:
     raise MMapError(
-        f"a blend of {vector.size} datasets was asked for; expected 1 to {MAX_DATASETS}, since the dataset index is int16."
+        f"a blend of {vector.size} datasets was asked for; expected 1 to {MAX_DATASETS}, as the dataset index is int16."
     )
   if not np.isfinite(vector).all() or (vector <= 0).any():
     raise MMapError(f"the weights of a blend are {_some(vector.tolist())}; expected finite positive numbers.")
@@ -195,7 +196,9 @@ def find_pair(folder: str, split: str) -> tuple[str, ...] | None:
   return tuple(chosen[0] + end for end in ends) if chosen else None
 
 
-def load_pair(paths: Sequence[str], request: BlendRequest, stamps: cache.Stamps) -> tuple[tuple[np.ndarray, ...], list[int]]:
+def load_pair(
+    paths: Sequence[str], request: BlendRequest, stamps: cache.Stamps
+) -> tuple[tuple[np.ndarray, ...], list[int]]:
   """Maps a pair, which may be longer than the blend; returns its first `size` draws, and the counts.
 
   Raises:
@@ -312,7 +315,9 @@ def _save_pair(paths: Sequence[str], arrays: Sequence[np.ndarray], request: Blen
 # Building offline.
 
 
-def write_blend(dataset_specs, request: cache.IndexRequest, margin: float, max_workers, output_dir, progress=None) -> list[dict]:
+def write_blend(
+    dataset_specs, request: cache.IndexRequest, margin: float, max_workers, output_dir, progress=None
+) -> list[dict]:
   """Builds the indices of every child of a blend side by side, then the blend; writes all.
 
   Args:
@@ -411,7 +416,9 @@ def build_blending_indices(
   if not np.isclose(weights.sum(), 1.0, rtol=1e-4, atol=1e-6):
     raise MMapError(f"weights must sum to 1, got {_some(weights.tolist())}.")
   if dataset_index.shape != (size,) or dataset_sample_index.shape != (size,):
-    raise MMapError(f"the arrays are {dataset_index.shape} and {dataset_sample_index.shape}; expected ({size},) for both.")
+    raise MMapError(
+        f"the arrays are {dataset_index.shape} and {dataset_sample_index.shape}; expected ({size},) for both."
+    )
   kernels.blend(weights, 0, np.zeros(num_datasets), dataset_index, dataset_sample_index)
 
 
@@ -490,6 +497,7 @@ class MegatronBlendedDataSource:
   def read_rows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
     """Reads several elements, int32[len(indices), seq_length + 1]; each dataset's in one call."""
     places = [self.child(index) for index in indices]
+    _mmap_guard.check(self._stored.files)
     rows: list[np.ndarray | None] = [None] * len(places)
     for dataset in sorted({dataset for dataset, _ in places}):
       own = [row for row, place in enumerate(places) if place[0] == dataset]

@@ -106,8 +106,8 @@ def _check_modes(config) -> None:
       raise MMapError(f"{key} is true, which grain_file_type={config.grain_file_type} does not support; set it to false.")
   if config.expansion_factor_real_data not in (-1, 0, 1):
     raise MMapError(
-        f"expansion_factor_real_data is {config.expansion_factor_real_data}; with Megatron datasets every host loads its own "
-        "data, leave it at -1."
+        f"expansion_factor_real_data is {config.expansion_factor_real_data}; with Megatron datasets every host loads its "
+        "own data, leave it at -1."
     )
   if config.max_target_length < 1:
     raise MMapError(f"max_target_length is {config.max_target_length}; expected the tokens of a sample, 1 or more.")

@@ -266,4 +266,7 @@ def _short_form(built_from: dict[str, Any]) -> dict[str, Any]:
   if len(shards) <= _MOST_LISTED:
     return built_from
   total = {key: sum(shard[key] for shard in shards) for key in ("sequences", "tokens")}
-  return {**built_from, "datasets": [{"digest": cache.digest_of_json({"shards": shards}), "shards": len(shards), **total}]}
+  return {
+      **built_from,
+      "datasets": [{"digest": cache.digest_of_json({"shards": shards}), "shards": len(shards), **total}],
+  }

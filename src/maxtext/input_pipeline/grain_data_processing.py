@@ -11,6 +11,7 @@ import jax
 
 from maxtext._release.input_pipeline import grain_data_processing as release
 from maxtext.input_pipeline import _mmap_config as mmap_config
+from maxtext.input_pipeline import _mmap_remote as mmap_remote
 from maxtext.input_pipeline import _mmap_stream as mmap_stream
 from maxtext.input_pipeline import _mmap_window_rows as mmap_window_rows
 from maxtext.input_pipeline import input_pipeline_utils, multihost_dataloading
@@ -46,6 +47,8 @@ def make_grain_eval_iterator(config, global_mesh, process_indices):
 
 def _rows(config, evaluation: bool):
   """Opens the data of a run and says what it is; returns the samples of the global order, and what decides it."""
+  mmap_remote.configure(config.mmap_remote_cache_dir)
+  mmap_remote.configure(config.mmap_remote_cache_dir)
   if config.grain_file_type == "mmap":
     windows = mmap_window_rows.make_mmap_rows(config, evaluation)
     return windows.rows, windows.order

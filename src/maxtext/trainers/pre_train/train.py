@@ -140,7 +140,7 @@ def _sentence(error: BaseException) -> str:
       return str(seen)
     seen = seen.__cause__ or seen.__context__
   if isinstance(error, StopIteration):
-    return "the data iterator has no more samples; lower steps or raise mmap_npy_num_samples."
+    return "the data iterator has no more samples; lower steps, or raise mmap_npy_num_samples (for mmap: num_epoch)."
   text = " ".join(str(error).split())
   if "Worker process was terminated" in text:
     return f"a data worker process died ({text}); look for the cause above (memory is the usual one) and start again."
