@@ -29,6 +29,7 @@ COMMANDS = (
     "verify",
     "diff",
     "stats",
+    "head",
     "from_megatron",
     "preflight",
 )

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Works out what a run on Megatron datasets will read, build and need, and everything that is wrong with it at once.
+
+Nothing is built. Of datasets, the headers and what the stamps of an index folder do not know is read; of index files,
+the headers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+import numpy as np
+
+from maxtext.input_pipeline import _megatron_blending as blending
+from maxtext.input_pipeline import _mmap_index_cache as cache
+from maxtext.input_pipeline import _mmap_stream as streams
+from maxtext.input_pipeline import _mmap_window_rows as window_rows
+from maxtext.input_pipeline._mmap_files import MMapError
+from maxtext.input_pipeline._mmap_index_utils import split_paths
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
+from maxtext.input_pipeline._mmap_shards import ShardedDataset
+from maxtext.input_pipeline.mmap_cli import documents
+from maxtext.input_pipeline.mmap_cli.resources import Build, Findings, can_write
+
+STRICT = {"reset_attention_mask": True, "eod_mask_loss": False, "packing_max_segments_per_sample": 0}
+_EOD_SHARDS, _EOD_PROBES = 20, 100  # shards looked at for EOD, and documents in all
+_PIECE = 1 << 22  # draws of a blend at a time
+_BLEND_BYTES = 10  # of a draw
+
+
+def check_part(config, evaluation: bool, findings: Findings, builds: list[Build]) -> dict[str, Any]:
+  """Looks at the data of training or evaluation; returns its facts, JSON-able."""
+  part = "valid" if evaluation else "train"
+  if config.grain_file_type == "mmap":
+    settings = window_rows.settings_for(config, evaluation)
+    facts = _check_windows(config, settings, evaluation, findings)
+  else:
+    facts = _check_stream(config, streams.settings_for(config, evaluation), findings, builds)
+  available, reads = facts["samples_available"], facts["samples_read"]
+  if available is not None and available < reads:
+    key = facts["key"]
+    advice = "lower eval_steps or evaluate on more data" if evaluation else "raise mmap_npy_num_samples or lower steps"
+    if not evaluation and config.grain_file_type == "mmap":
+      advice = "lower steps or raise num_epoch"
+    findings.problem(f"{key}: the run reads {reads} samples, and its order has {available}; {advice}.")
+  return {"part": part, **facts}
+
+
+# grain_file_type=mmap_npy.
+
+
+def _check_stream(config, settings: streams.StreamSettings, findings: Findings, builds: list[Build]) -> dict[str, Any]:
+  facts: dict[str, Any] = {
+      "key": settings.key,
+      "samples_asked": settings.num_samples,
+      "samples_read": settings.needed,
+      "samples_available": None,
+      "blend": None,
+      "datasets": [],
+  }
+  try:
+    planned, mixture = streams.plan_children(settings)
+  except MMapError as error:
+    findings.problem(error)
+    return facts
+  facts["datasets"] = [_check_child(config, settings, child, findings, builds) for child in planned]
+  lengths = [child["samples_available"] for child in facts["datasets"]]
+  if None in lengths:
+    return facts
+  facts["samples_available"] = lengths[0]
+  if mixture.mixed:
+    try:
+      blend = streams.plan_blend(settings, planned, lengths)
+    except MMapError as error:
+      findings.problem(error)
+      return {**facts, "samples_available": None}
+    facts["samples_available"] = blend.size
+    facts["blend"] = _check_blend(settings, blend, facts["datasets"], findings, builds)
+  return facts
+
+
+def _check_child(config, settings, child, findings: Findings, builds: list[Build]) -> dict[str, Any]:
+  facts = {
+      "number": child.number,
+      "weight": child.weight,
+      "paths": list(child.paths),
+      "samples_asked": child.requested,
+      "samples_available": None,
+  }
+  try:
+    dataset = ShardedDataset(list(child.paths))
+    folder = cache.local_folder(child.npy_dir)
+    description = cache.describe(dataset, settings.request(child.requested), stamps=cache.Stamps(folder))
+  except MMapError as error:
+    findings.problem(error)
+    return facts
+  facts |= _dataset_facts(dataset, description.facts) | {
+      "sequences_used": [description.begin, description.end],
+      "tokens_per_epoch": description.tokens_per_epoch,
+      "epochs": description.plan.num_epochs,
+      "separate_last_epoch": description.plan.separate_last_epoch,
+      "samples_available": description.plan.samples,
+  }
+  _check_layout(dataset, description.facts, settings.split_sentences, findings)
+  _check_tokens(config, dataset, findings)
+  return facts | _check_indices(child, description, findings, builds)
+
+
+def _dataset_facts(dataset: ShardedDataset, facts) -> dict[str, Any]:
+  return {
+      "name": dataset.name,
+      "shards": len(dataset.shards),
+      "sequences": sum(fact["sequences"] for fact in facts),
+      "documents": sum(fact["documents"] for fact in facts),
+      "tokens": sum(fact["tokens"] for fact in facts),
+      "dtype": ", ".join(sorted({fact["dtype"] for fact in facts})),
+  }
+
+
+def _check_layout(dataset: ShardedDataset, facts, split_sentences: bool, findings: Findings) -> None:
+  for shard, fact in zip(dataset.shards, facts, strict=True):
+    if fact["sentence_split"] and not split_sentences:
+      findings.problem(
+          f"{shard.path_prefix}.idx has documents of several sequences, as --split-sentences makes them; set "
+          "mmap_split_sentences=true if that is meant."
+      )
+    stray = shard.bin_file.size - fact["end"]
+    if stray:
+      findings.warn(f"{shard.path_prefix}.bin has {stray} bytes after its last sequence; they are ignored.")
+
+
+def _check_tokens(config, dataset: ShardedDataset, findings: Findings) -> None:
+  """Looks at the last tokens of some documents: whether they are EOD, and ids of the vocabulary."""
+  ends, failed = _document_ends(dataset, findings)
+  if failed or not len(ends):
+    return
+  with_eod = int((ends == config.mmap_eod_id).sum())
+  if not with_eod:
+    say = findings.problem if config.reset_attention_mask or config.eod_mask_loss else findings.warn
+    say(
+        f"{dataset.name}: none of {len(ends)} documents ends with mmap_eod_id={config.mmap_eod_id} (the first ends with "
+        f"{ends[0]}); set mmap_eod_id to the token that preprocessing wrote."
+    )
+  outside = ends[(ends < 0) | (ends >= config.vocab_size)]
+  if len(outside):
+    findings.problem(
+        f"{dataset.name} holds token id {outside[0]}, outside the vocabulary (vocab_size={config.vocab_size}); set the "
+        "vocab_size of the tokenizer that the data was made with."
+    )
+
+
+def _document_ends(dataset: ShardedDataset, findings: Findings) -> tuple[np.ndarray, bool]:
+  """Returns the last tokens of documents of some shards, and whether a file could not be read."""
+  numbers = np.unique(np.linspace(0, len(dataset.shards) - 1, min(_EOD_SHARDS, len(dataset.shards))).astype(np.int64))
+  most = -(-_EOD_PROBES // len(numbers))
+  ends = []
+  for number in numbers.tolist():
+    shard: MMapIndexedDataset = dataset.shards[number]
+    try:
+      ends.append(documents.last_tokens(shard, most))
+    except MMapError as error:
+      findings.problem(error)
+      return np.empty(0, np.int64), True
+  return np.concatenate(ends), False
+
+
+def _check_indices(child, description: cache.IndexDescription, findings: Findings, builds: list[Build]) -> dict[str, Any]:
+  """Says whether the indices are there, or what it takes to build them."""
+  size = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in description.expected().values())
+  found, reason = _find_indices(child.npy_dir, description)
+  state = "found" if found else reason
+  if not found:
+    keeps = can_write(child.npy_dir)
+    if not keeps:
+      findings.warn(f"{child.npy_dir} cannot be written; every start builds its indices again and keeps them in memory.")
+    builds.append(Build(child.npy_dir if keeps else "", size))
+  return {"indices": state, "index_folder": child.npy_dir, "index_bytes": size, "index_name": description.name}
+
+
+def _find_indices(folder: str, description: cache.IndexDescription) -> tuple[bool, str]:
+  """Looks for index files by their headers; their checksums are the run's to look at."""
+  names = [*description.paths("").values(), description.metadata_path("")]
+  local = cache.local_folder(folder, [os.path.basename(name) for name in names])
+  try:
+    with open(description.metadata_path(local), encoding="utf-8") as file:
+      if json.load(file)["built_from"] != description.built_from:
+        return False, "built from other data or settings, to be built again"
+    for name, (dtype, shape) in description.expected().items():
+      array = cache.map_array(description.paths(local)[name])
+      if (array.dtype.str, array.shape) != (dtype, shape):
+        return False, f"damaged ({name}), to be built again"
+  except (FileNotFoundError, NotADirectoryError):
+    return False, "to be built"
+  except (OSError, ValueError, KeyError, TypeError, cache.StaleIndexError) as error:
+    return False, f"damaged ({type(error).__name__}), to be built again"
+  return True, ""
+
+
+def _check_blend(settings, blend, children, findings: Findings, builds: list[Build]) -> dict[str, Any]:
+  """Counts the draws of each child, and compares them with what it has."""
+  counts = draw_counts(blend)
+  for child, count in zip(children, counts, strict=True):
+    child["samples_drawn"] = count
+    if count > child["samples_available"]:
+      findings.problem(
+          f"{settings.key}: the blend asks dataset {child['number']} ({child['name']}) for {count} samples, and its "
+          f"indices have {child['samples_available']}; raise mmap_npy_blend_margin."
+      )
+  state = _find_pair(settings, blend)
+  if state != "found":
+    folder = settings.blend_cache_dir if settings.blend_cache_dir and can_write(settings.blend_cache_dir) else ""
+    builds.append(Build(folder, blend.size * _BLEND_BYTES, True))
+  return {"samples": blend.size, "shares": [count / blend.size for count in counts], "indices": state}
+
+
+def draw_counts(blend: blending.BlendRequest) -> list[int]:
+  """Returns how often each child is drawn, a piece of the blend at a time."""
+  draws, size = blend.draws(), min(_PIECE, blend.size)
+  buffers = np.empty(size, np.int16), np.empty(size, np.int64)
+  for first in range(0, blend.size, size):
+    count = min(size, blend.size - first)
+    draws.next(buffers[0][:count], buffers[1][:count])
+  return draws.counts
+
+
+def _find_pair(settings, blend: blending.BlendRequest) -> str:
+  """Says whether a blend's pair lies in one of its folders, without a look at its content."""
+  for folder, name in ((settings.blend_index_dir, None), (settings.blend_cache_dir, blend.name)):
+    if folder and "://" not in folder:
+      try:
+        paths = blending.pair_paths(folder, name) if name else blending.find_pair(folder, settings.part)
+      except MMapError:
+        continue
+      if paths and all(map(os.path.isfile, paths)):
+        return "found"
+  return "to be drawn"
+
+
+# grain_file_type=mmap.
+
+
+def _check_windows(config, settings, evaluation: bool, findings: Findings) -> dict[str, Any]:
+  batch = config.global_batch_size_to_load_eval if evaluation else config.global_batch_size_to_load
+  steps = max(config.eval_steps, 1) if evaluation else config.steps
+  facts: dict[str, Any] = {
+      "key": settings.key,
+      "samples_asked": None,
+      "samples_read": steps * batch,
+      "samples_available": None,
+      "blend": None,
+      "datasets": [],
+  }
+  try:
+    paths, weights = window_rows.parse_files(settings.files, settings.key)
+  except MMapError as error:
+    findings.problem(error)
+    return facts
+  for number, path in enumerate(paths):
+    facts["datasets"].append(_check_windows_of(config, settings, number, path, findings))
+    facts["datasets"][-1]["weight"] = weights[number] if len(weights) > 1 else None
+  windows = [dataset["samples_available"] for dataset in facts["datasets"]]
+  if None not in windows and min(windows) > 0:
+    order = window_rows.WindowOrder(windows, window_rows.mix_proportions(weights), settings.seed, settings.epochs)
+    facts["samples_available"] = len(order)
+  return facts
+
+
+def _check_windows_of(config, settings, number: int, path: str, findings: Findings) -> dict[str, Any]:
+  result: dict[str, Any] = {"number": number, "paths": [path], "samples_available": None}
+  try:
+    dataset = ShardedDataset(split_paths(path))
+    folder = cache.local_folder(settings.stamps_folder) if settings.stamps_folder else ""
+    stamps = cache.Stamps(folder) if folder else None
+    facts = [cache.dataset_facts(shard, stamps) for shard in dataset.shards]
+  except MMapError as error:
+    findings.problem(error)
+    return result
+  _check_layout(dataset, facts, settings.split_sentences, findings)
+  result |= _dataset_facts(dataset, facts) | {"epochs": settings.epochs}
+  result["samples_available"] = result["tokens"] // settings.seq_length
+  if not result["samples_available"]:
+    findings.problem(
+        f"{settings.key}: {path} has {result['tokens']} tokens, which is less than one window of "
+        f"max_target_length={settings.seq_length} tokens; give more data."
+    )
+  else:
+    _check_tokens(config, dataset, findings)
+  return result
+
+
+def not_strict(config) -> dict[str, Any]:
+  """Returns the keys that differ from strict Megatron GPT semantics, with their values."""
+  if config.grain_file_type != "mmap_npy":
+    return {}
+  return {key: getattr(config, key) for key, value in STRICT.items() if getattr(config, key) != value}
