@@ -97,7 +97,9 @@ _CREDENTIALS = {
 # Errors of the packages below fsspec that are no OSError and pass: of connections, and of replies that end early.
 _PASSING = {
     "aiohttp.ClientError",
+    "botocore.ChecksumError",
     "botocore.ConnectionError",
+    "botocore.FlexibleChecksumError",
     "botocore.HTTPClientError",
     "botocore.IncompleteReadError",
     "botocore.ResponseParserError",
