@@ -533,7 +533,7 @@ def test_a_damaged_pair_is_refused_or_read_right(scratch, pair):
       assert tokens.tobytes() == pair[1][position : position + tokens.nbytes]
     assert facts.tokens == sum(map(len, found))
     assert dataset.doc_idx[0] == 0 and (np.diff(dataset.doc_idx) >= 0).all() and dataset.doc_idx[-1] == len(dataset)
-    assert facts.tokens or one_sentence(pytest.raises(MMapError, cache.dataset_facts, prefix).value)
+    assert facts.tokens or one_sentence(pytest.raises(MMapError, cache.describe, prefix, cache.IndexRequest(4, 1, 1)).value)
   except MMapError as error:
     assert prefix in one_sentence(error)
   finally:
@@ -596,7 +596,7 @@ def test_d10_888_datasets_under_a_limit_of_512_open_files(tmp_path):
   command = [sys.executable, "-c", MANY, str(tmp_path), "888"]
   done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
   assert done.returncode == 0, done.stderr[-2000:]
-  assert int(done.stdout) < 128
+  assert int(done.stdout) < 160  # a quarter of the limit, and what an idle interpreter has open
 
 
 def test_threads_share_fewer_descriptors_than_datasets(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import threading
 from typing import NamedTuple
 import weakref
@@ -130,7 +131,7 @@ class FileIdentity(NamedTuple):
 class DescriptorPool:
   """Read-only file descriptors, at most `capacity` of them open while idle; safe for threads, not kept over a fork."""
 
-  def __init__(self, capacity: int = 64):
+  def __init__(self, capacity: int):
     self.capacity = capacity
     self._lock = threading.Lock()
     self._open: collections.OrderedDict[FileIdentity, list[int]] = collections.OrderedDict()  # [descriptor, users]
@@ -191,4 +192,10 @@ def _open_unchanged(file: FileIdentity) -> int:
   return descriptor
 
 
-DESCRIPTORS = DescriptorPool()
+def _share_of_open_files() -> int:
+  """A quarter of the files that this process may have open, for many shards without opening each anew."""
+  limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+  return 1024 if limit == resource.RLIM_INFINITY else min(max(limit // 4, 16), 1024)
+
+
+DESCRIPTORS = DescriptorPool(_share_of_open_files())

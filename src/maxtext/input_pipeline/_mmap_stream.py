@@ -19,6 +19,7 @@ from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline._mmap_files import MMapError
 
+_MOST_AT_ONCE = 8  # children opened side by side
 _MOST_LISTED = 16  # shards that a checkpoint lists one by one
 
 
@@ -214,7 +215,8 @@ def open_stream(settings: StreamSettings, write: bool | None = None, progress: C
     )
     return Child(**dataclasses.asdict(child), source=source)
 
-  with concurrent.futures.ThreadPoolExecutor(min(len(planned), os.cpu_count() or 1)) as pool:
+  # Each child that has to be built needs memory for its arrays while it is built.
+  with concurrent.futures.ThreadPoolExecutor(min(len(planned), os.cpu_count() or 1, _MOST_AT_ONCE)) as pool:
     children = tuple(pool.map(open_child, planned))
   blend = plan_blend(settings, planned, [len(child.source) for child in children]) if mixture.mixed else None
   if blend is None:
