@@ -46,11 +46,13 @@ class Tokenizer:
     vocab_size: number of ids, added tokens included.
     eos_id: its own end-of-sequence id, or None.
     encode: texts to one list of ids per text, without BOS, EOS, padding or truncation.
+    decode: ids of the vocabulary to the text of each; half a character is "\\ufffd".
   """
 
   vocab_size: int
   eos_id: int | None
   encode: Callable[[list[str]], list[list[int]]]
+  decode: Callable[[list[int]], list[str]]
 
 
 class RawDocument(NamedTuple):
@@ -147,7 +149,12 @@ def _load_sentencepiece(path: str) -> Tokenizer:
 
   model = sentencepiece.SentencePieceProcessor(model_file=path)
   encode = functools.partial(model.encode, out_type=int, add_bos=False, add_eos=False, num_threads=1)
-  return Tokenizer(model.vocab_size(), model.eos_id() if model.eos_id() >= 0 else None, encode)
+  eos = model.eos_id() if model.eos_id() >= 0 else None
+
+  def decode(ids: list[int]) -> list[str]:
+    return [piece.replace("\u2581", " ") for piece in model.id_to_piece(ids)]
+
+  return Tokenizer(model.vocab_size(), eos, encode, decode)
 
 
 def _load_huggingface(path: str) -> Tokenizer:
@@ -161,7 +168,8 @@ def _load_huggingface(path: str) -> Tokenizer:
   call = functools.partial(
       model, add_special_tokens=False, padding=False, truncation=False, return_attention_mask=False, verbose=False
   )
-  return Tokenizer(len(model), model.eos_token_id, lambda texts: call(texts)["input_ids"])
+  decode = functools.partial(_decode_each, lambda ids: model.decode(ids, clean_up_tokenization_spaces=False))
+  return Tokenizer(len(model), model.eos_token_id, lambda texts: call(texts)["input_ids"], decode)
 
 
 def _has_config(folder: str) -> bool:
@@ -179,7 +187,12 @@ def _load_tokenizer_json(path: str) -> Tokenizer:
     return [encoding.ids for encoding in model.encode_batch_fast(texts, add_special_tokens=False)]
 
   eos = _configured_eos(os.path.join(os.path.dirname(path), "tokenizer_config.json"))
-  return Tokenizer(model.get_vocab_size(), None if eos is None else model.token_to_id(eos), encode)
+  decode = functools.partial(_decode_each, functools.partial(model.decode, skip_special_tokens=False))
+  return Tokenizer(model.get_vocab_size(), None if eos is None else model.token_to_id(eos), encode, decode)
+
+
+def _decode_each(decode: Callable[[list[int]], str], ids: list[int]) -> list[str]:
+  return [decode([token]) for token in ids]
 
 
 def _configured_eos(path: str) -> str | None:

@@ -60,19 +60,20 @@ def add_length(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def add_order(parser: argparse.ArgumentParser) -> None:
-  """Adds the settings of an order that have a default."""
+def add_order(parser: argparse.ArgumentParser, extra_token: bool = True) -> None:
+  """Adds the settings of an order that have a default; `extra_token`: also --add-extra-token."""
   add = parser.add_argument
   add("--seed", type=int, default=1234, help="data_shuffle_seed of the run; default: %(default)s")
   add("--split", default="", metavar="SHARES", help="mmap_npy_split of the run, such as 99,1; default: no split")
   add("--split-index", type=int, default=0, choices=(0, 1, 2), help="0 train, 1 valid, 2 test; default: %(default)s")
-  add(
-      "--add-extra-token",
-      type=int,
-      default=1,
-      choices=(0, 1),
-      help="1: a sample has L + 1 tokens, as a run reads it; 0 only for comparison with Megatron; default: %(default)s",
-  )
+  if extra_token:
+    add(
+        "--add-extra-token",
+        type=int,
+        default=1,
+        choices=(0, 1),
+        help="1: a sample has L + 1 tokens, as a run reads it; 0 only for comparison with Megatron; default: %(default)s",
+    )
 
 
 def check_split(options: argparse.Namespace) -> None:

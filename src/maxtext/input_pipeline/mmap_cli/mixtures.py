@@ -20,7 +20,7 @@ from maxtext.input_pipeline._mmap_shards import ShardedDataset
 from maxtext.input_pipeline.mmap_cli import console
 
 _PIECE = 1 << 20  # draws at a time
-_NOWHERE = os.devnull  # an index folder that holds nothing and keeps nothing
+NOWHERE = os.devnull  # an index folder that holds nothing and keeps nothing
 
 
 class Entry(NamedTuple):
@@ -118,7 +118,7 @@ def open_children(
       if progress:
         progress(f"{entry.text}: {stage}", done, total)
 
-    return dataset, cache.open_index(entry.npy_dir or _NOWHERE, dataset, own, write=False, progress=report)
+    return dataset, cache.open_index(entry.npy_dir or NOWHERE, dataset, own, write=False, progress=report)
 
   with concurrent.futures.ThreadPoolExecutor(min(len(kept), os.cpu_count() or 1)) as pool:
     opened = list(pool.map(open_one, range(len(kept))))

@@ -46,7 +46,7 @@ class Order:
   def paths(self) -> dict[str, str]:
     return cache.array_paths(self.folder, self.name)
 
-  def arrays(self) -> cache.Triplet:
+  def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Maps the document, sample and shuffle index.
 
     Raises:

@@ -44,7 +44,7 @@ def count(children: list[Child], options, described: list[dict[str, Any]], progr
       "merges": [
           {
               "packing_max_segments_per_sample": merge,
-              "joins_up_to": _distance(length, merge),
+              "joins_up_to": distance(length, merge),
               "joined": int(counter.merged[number]),
               "joined_share": int(counter.merged[number]) / max(counter.beginnings, 1),
               "mean": _mean(counter.histogram[number]),
@@ -65,10 +65,10 @@ def count(children: list[Child], options, described: list[dict[str, Any]], progr
   return result
 
 
-def _distance(length: int, merge: int) -> int:
+def distance(length: int, merge: int) -> int:
   """Returns how many tokens after the last kept beginning a document is joined; 0: never, as in the pipeline."""
-  distance = length // merge if merge else 0
-  return distance if distance > 1 else 0
+  found = length // merge if merge else 0
+  return found if found > 1 else 0
 
 
 def recommend(most: int, length: int, whole: bool) -> int:
@@ -83,7 +83,7 @@ class Counter:
 
   def __init__(self, length: int, merges: list[int]):
     self.length = length
-    self.distances = np.array([_distance(length, merge) for merge in merges], np.int64)
+    self.distances = np.array([distance(length, merge) for merge in merges], np.int64)
     self.histogram = np.zeros((len(merges), min(length, _MOST_BINS) + 1), np.int64)
     self.most, self.merged = np.zeros(len(merges), np.int64), np.zeros(len(merges), np.int64)
     self.eods = self.beginnings = 0

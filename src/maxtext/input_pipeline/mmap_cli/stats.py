@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--samples", type=console.positive, metavar="N", help="samples of the run; default: one epoch")
   add("--merge", type=console.not_negative, default=0, metavar="P", help="packing_max_segments_per_sample; default: 0")
   add("--eod-id", type=console.not_negative, metavar="ID", help="token that ends documents; default: the usual last one")
-  build.add_order(parser)
+  build.add_order(parser, extra_token=False)
   add("--margin", type=float, default=0.5, help="mmap_npy_blend_margin of the run, percent; default: %(default)s")
   add(
       "--read",
@@ -92,7 +92,6 @@ def _request(options):
       1 if options.samples is None else None,
       options.split,
       options.split_index,
-      options.add_extra_token,
   )
 
 
