@@ -4,12 +4,17 @@
 import importlib
 import os
 from pathlib import Path
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
 
+import numpy as np
 import pytest
 
+import maxtext
+from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
 from maxtext.input_pipeline.mmap_cli import build, console, main
 
 COMMANDS = [importlib.import_module(f"maxtext.input_pipeline.mmap_cli.{name}") for name in main.COMMANDS]
@@ -46,6 +51,34 @@ def test_every_help_ends_in_an_example_and_has_json(mmap_index, capsys, command)
   text = capsys.readouterr().out
   assert f"mmap-index {command.NAME} " in text[text.rindex("example") :] and "--json" in text
   assert text.rstrip().endswith(command.EXAMPLE.rstrip())
+
+
+@pytest.fixture
+def examples_folder(tmp_path, monkeypatch, mmap_index):
+  """A folder with the files that the examples of this file's commands name."""
+  monkeypatch.chdir(tmp_path)
+  for name in ("books", "code", "web/pages"):
+    with IndexedDatasetWriter(f"data/{name}", np.uint16) as writer:
+      for _ in range(50):
+        writer.add_document([*range(3, 203), 2])
+  built = ("--seq-length", 2048, "--output-dir")
+  assert mmap_index("convert", "--input", "data/books", "--num-samples", 80, *built, "data/indices")[0] == 0
+  blend = ("--datasets", "data/books,0.7;data/code,0.3", "--total-samples", 80, *built, "data/blend")
+  assert mmap_index("blend", *blend)[0] == 0
+  shutil.copytree("data/indices", "megatron/cache")
+  found = [Path(folder) / "assets" / "tokenizers" / "tokenizer.llama2" for folder in maxtext.__path__]
+  shutil.copy(next(path for path in found if path.exists()), "tokenizer.model")
+
+
+@pytest.mark.parametrize("name", ["convert", "blend", "inspect", "verify", "diff", "stats", "head"])
+def test_the_examples_of_the_help_run(mmap_index, examples_folder, name):
+  (command,) = [command for command in COMMANDS if name == command.NAME]
+  lines = command.EXAMPLE.replace("\\\n", " ").splitlines()
+  examples = [shlex.split(line) for line in lines if line.startswith("  mmap-index")]
+  assert examples
+  for program, *arguments in examples:
+    code, out, errors = mmap_index(*arguments)
+    assert program == "mmap-index" and code == 0 and out, errors
 
 
 def test_the_console_script_is_this_front():

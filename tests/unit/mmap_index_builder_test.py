@@ -234,15 +234,6 @@ def test_help_shows_an_example(tool, capsys):
   assert "mmap-index convert --input" in example and "--num-samples 80" in example
 
 
-def test_the_example_runs(tool, tmp_path, monkeypatch, capsys):
-  with IndexedDatasetWriter(str(tmp_path / "data" / "corpus"), np.uint16) as writer:
-    writer.add_document(range(5000))
-  monkeypatch.chdir(tmp_path)
-  words = build.EXAMPLE.split(":\n", 1)[1].replace("\\\n", " ").split()
-  assert words[0] == "mmap-index" and tool.main(words[1:]) == 0
-  assert int(facts_of(capsys.readouterr().out)["samples"]) >= 80
-
-
 IMPORTS = """
 import runpy, sys
 sys.argv = sys.argv[1:]

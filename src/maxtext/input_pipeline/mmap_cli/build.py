@@ -19,7 +19,7 @@ their folder as the first half of grain_train_files: '<output-dir>|<dataset>'.
 """
 EXAMPLE = """\
 example (a run of 20 steps with 4 samples a step):
-  mmap-index convert --input data/corpus --output-dir data/indices --seq-length 2048 --num-samples 80 --seed 1234
+  mmap-index convert --input data/books --output-dir data/indices --seq-length 2048 --num-samples 80 --seed 1234
 """
 
 

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import re
 import sys
+import threading
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,20 +67,27 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   return "\n".join([line(header), *map(line, body)])
 
 
-def progress_bars(unit: str = "entries") -> Progress | None:
-  """Returns a function (stage, done, total) that draws a bar a stage if stderr is a terminal, or None."""
+def progress_bars(unit: str = "entries", keep: bool = True) -> Progress | None:
+  """Returns a function (stage, done, total) that draws a bar a stage if stderr is a terminal, or None.
+
+  Args:
+    unit: of `done` and `total`.
+    keep: leave finished bars on the screen.
+  """
   if not sys.stderr.isatty():
     return None
   import tqdm
 
   bars: dict[str, tqdm.tqdm] = {}
+  lock = threading.Lock()  # datasets are built side by side
 
   def show(stage: str, done: int, total: int) -> None:
-    bar = bars.get(stage)
-    if bar is None or bar.total != total:  # the last epoch's shuffle has a total of its own
-      bar = bars[stage] = tqdm.tqdm(total=total, desc=stage, unit=f" {unit}", unit_scale=True)
-    bar.update(done - bar.n)
-    if done == total:
-      bar.close()
+    with lock:
+      bar = bars.get(stage)
+      if bar is None or bar.total != total:  # the last epoch's shuffle has a total of its own
+        bar = bars[stage] = tqdm.tqdm(total=total, desc=stage, unit=f" {unit}", unit_scale=True, leave=keep)
+      bar.update(done - bar.n)
+      if done == total:
+        bar.close()
 
   return show

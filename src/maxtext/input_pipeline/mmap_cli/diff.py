@@ -20,9 +20,8 @@ reason comes from what is known of each order (seed, sequence length, samples as
 code is 1 if they differ.
 """
 EXAMPLE = """\
-example (two folders, and two orders of one):
+example (an order built here, and Megatron's cache):
   mmap-index diff data/indices megatron/cache
-  mmap-index diff data/indices/9da43 data/indices/01f7c
 """
 
 _PIECE = 1 << 20  # samples between two looks at the progress

@@ -24,7 +24,7 @@ EXAMPLE = """\
 example (an index folder, settings, a config):
   mmap-index head 'data/indices|data/books' --tokenizer tokenizer.model
   mmap-index head data/books --seq-length 2048 --samples 8000 --position 100 -n 1
-  mmap-index head --config mmap_npy_megatron_gpt.yml 'grain_train_files=data/indices|data/books' mmap_eod_id=2
+  mmap-index head --config mmap_npy_megatron_gpt.yml 'grain_train_files=data/indices|data/books' mmap_eod_id=2 steps=20
 """
 
 

@@ -25,6 +25,7 @@ from maxtext.input_pipeline.mmap_cli import console
 # and imports the standard library only until it runs, so that help is there at once.
 COMMANDS = (
     "build",
+    "blend",
     "inspect_data",
     "verify",
     "diff",
@@ -32,6 +33,7 @@ COMMANDS = (
     "head",
     "from_megatron",
     "preflight",
+    "trace",
 )
 
 
