@@ -242,7 +242,7 @@ class HttpError(Exception):
     self.code = code
 
 
-@pytest.mark.parametrize(("status", "tries"), [(429, 2), (408, 2), (500, 2), (503, 2), (400, 1), (403, 1), (416, 1)])
+@pytest.mark.parametrize(("status", "tries"), [(429, 2), (408, 2), (500, 2), (503, 2), (301, 1), (400, 1), (401, 1), (403, 1), (416, 1)])
 def test_the_status_says_whether_another_try_helps(status, tries):
   url = put("b/x", b"0123456789")
   FlakyStore.faults.append(HttpError(status))

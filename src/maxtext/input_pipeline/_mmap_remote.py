@@ -24,7 +24,7 @@ from typing import NamedTuple
 from maxtext.input_pipeline import _mmap_remote_io as remote_io
 from maxtext.input_pipeline._mmap_files import MMapFileNotFoundError
 from maxtext.input_pipeline._mmap_remote_copy import cache_root, configure, copy_of, hash_of, writing
-from maxtext.input_pipeline._mmap_remote_io import RemoteFile, forget, is_folder, look, read_many
+from maxtext.input_pipeline._mmap_remote_io import RemoteFile, forget, is_folder, list_names, look, read_many
 from maxtext.input_pipeline._mmap_remote_retry import ObjectChangedError
 
 __all__ = [
@@ -70,15 +70,6 @@ def exists(url: str) -> bool:
     return True
   except MMapFileNotFoundError:
     return False
-
-
-def list_names(folder_url: str) -> list[str]:
-  """Returns the sorted names of the objects in a folder.
-
-  Raises:
-    MMapFileNotFoundError: if there is no such folder.
-  """
-  return sorted(remote_io.list_files(folder_url))
 
 
 def resolve(path: str) -> list[str]:

@@ -161,7 +161,7 @@ class _Download:
       os.ftruncate(data, self.file.size)
       os.ftruncate(journal, 16 * count)
       if len(missing) > 1:
-        log.info("Copying %s, %d of %d MB.", self.file.path, len(missing) * PART >> 20, self.file.size >> 20)
+        log.info("Copying %s, %d of its %d parts.", self.file.path, len(missing), count)
       self._copied = count - len(missing)
       remote_io.run_all([(self._copy_part, (data, journal, number, count)) for number in missing])
       os.fsync(data)
@@ -194,7 +194,7 @@ class _Download:
       self._copied += 1
       if time.monotonic() - self._reported > _REPORT_EVERY:
         self._reported = time.monotonic()
-        log.info("Copying %s: %d of %d MB.", self.file.path, self._copied * PART >> 20, count * PART >> 20)
+        log.info("Copying %s: %d of its %d parts are there.", self.file.path, self._copied, count)
 
   def _check(self) -> tuple[bool, str]:
     """Whether the copy has the checksum of the store, if there is one; and its MD5 checksum."""

@@ -189,26 +189,28 @@ def is_folder(url: str) -> bool:
     return False
 
 
-def list_files(url: str) -> dict[str, RemoteFile]:
-  """Returns the objects of a folder, by name.
+def list_names(folder_url: str) -> list[str]:
+  """Returns the sorted names of the objects in a folder, and remembers what the listing says of them.
 
   Raises:
     MMapFileNotFoundError: if there is no such folder.
     MMapReadError: if the store does not list it.
   """
-  url = url.rstrip("/")
+  url = folder_url.rstrip("/")
   found, path = file_system(url)
   try:
     entries = patiently(url, lambda reply: found.ls(path, detail=True, **_within(found, reply)))
   except MMapFileNotFoundError as error:
     raise MMapFileNotFoundError(f"{url} is no folder{_missing_bucket(url)}; check the URL.") from error
-  files = {}
+  names = []
   for info in entries:
-    name = info["name"].rstrip("/").rpartition("/")[2]
-    inside = info["name"].rstrip("/") != path.rstrip("/")  # some list an object, or the folder itself, as its own content
-    if info.get("type") == "file" and inside and info.get("size") is not None:
-      files[name] = _remember(_describe(f"{url}/{name}", info))
-  return files
+    full = info["name"].rstrip("/")
+    if info.get("type") != "file" or full == path.rstrip("/"):  # some list a folder or an object as its own content
+      continue
+    names.append(full.rpartition("/")[2])
+    if info.get("size") is not None:
+      _remember(_describe(f"{url}/{names[-1]}", info))
+  return sorted(names)
 
 
 # Reading.

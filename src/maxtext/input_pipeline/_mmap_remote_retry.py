@@ -114,15 +114,15 @@ def _kind(error: BaseException) -> str:
   """Returns missing, credentials, denied, changed, passing or refused."""
   classes = type(error).__mro__
   status = status_of(error)
-  if {cls.__name__ for cls in classes} & _CREDENTIALS and not getattr(error, "retryable", False):
+  if status == 401 or {cls.__name__ for cls in classes} & _CREDENTIALS and not getattr(error, "retryable", False):
     return "credentials"
   if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
     return "missing"
-  if isinstance(error, PermissionError) or status in (401, 403) or str(error).startswith("Forbidden"):
+  if isinstance(error, PermissionError) or status == 403 or str(error).startswith("Forbidden"):
     return "denied"
   if status == 412:
     return "changed"
-  if status is not None and status >= 400:
+  if status is not None and status >= 300:
     return "passing" if status >= 500 or status in (408, 425, 429) else "refused"
   passing = isinstance(error, OSError | EOFError) and not isinstance(error, IsADirectoryError | FileExistsError)
   if passing or {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in classes} & _PASSING:
@@ -169,7 +169,7 @@ def lasting(url: str, error: BaseException) -> MMapError:
         "gcs": "set GOOGLE_APPLICATION_CREDENTIALS or log in with gcloud, or FSSPEC_GS='{\"token\": \"anon\"}' for a "
         "public bucket",
     }.get(STORES.get(scheme, ""), f"set them as fsspec's {scheme}:// expects them")
-    return MMapReadError(f"{url} cannot be read without credentials ({one_line(error)}); {advice}.")
+    return MMapReadError(f"{url} cannot be read without valid credentials ({one_line(error)}); {advice}.")
   if kind == "denied":
     return MMapReadError(
         f"{url} cannot be read: the store denies access ({one_line(error)}); give these credentials the right to read "
