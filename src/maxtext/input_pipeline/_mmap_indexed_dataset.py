@@ -137,6 +137,10 @@ def _is_file(path: str) -> bool:
       return stat.S_ISREG(os.stat(path).st_mode)
   except MMapFileNotFoundError:
     return False
+  except ValueError as error:
+    if isinstance(error, MMapError):
+      raise
+    return False  # a NUL or half a surrogate pair: no file has such a name
 
 
 def index_path(prefix: str) -> str:
@@ -383,7 +387,15 @@ class MMapIndexedDataset:
 
   def read_bytes(self, position: int, length: int) -> np.ndarray:
     """Reads `length` tokens that begin at byte `position` of `.bin`."""
-    return np.frombuffer(self.read_many([(position, length * self.header.dtype.itemsize)])[0], self.header.dtype)
+    dtype, file = self.header.dtype, self.bin_file
+    wanted = length * dtype.itemsize
+    if isinstance(file, remote.RemoteFile):
+      return np.frombuffer(remote.read_many([(file, position, wanted)])[0], dtype)
+    descriptor = DESCRIPTORS.acquire(file)
+    try:
+      return np.frombuffer(_read_whole(descriptor, file.path, position, wanted), dtype)
+    finally:
+      DESCRIPTORS.release(file)
 
   def read_many(self, pieces: Sequence[tuple[int, int]]) -> list[bytes]:
     """Reads pieces of `.bin`, given as first byte and number of bytes; those at a URL many at a time.
