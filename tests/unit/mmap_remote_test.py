@@ -87,11 +87,11 @@ def store(tmp_path, monkeypatch):
   monkeypatch.setattr(remote_retry, "PATIENCE", QUICK)
   monkeypatch.setattr(remote_copy, "_cache_dir", str(tmp_path / "cache"))
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))  # for the test of the default
-  return FlakyStore(use_listings_cache=False)
+  return FlakyStore()
 
 
 def put(path: str, content: bytes) -> str:
-  FlakyStore(use_listings_cache=False).pipe_file(path, content)
+  FlakyStore().pipe_file(path, content)
   return f"flaky://{path}"
 
 
@@ -242,7 +242,10 @@ class HttpError(Exception):
     self.code = code
 
 
-@pytest.mark.parametrize(("status", "tries"), [(429, 2), (408, 2), (500, 2), (503, 2), (301, 1), (400, 1), (401, 1), (403, 1), (416, 1)])
+@pytest.mark.parametrize(
+    ("status", "tries"),
+    [(429, 2), (408, 2), (500, 2), (503, 2), (301, 1), (400, 1), (401, 1), (403, 1), (416, 1)],
+)
 def test_the_status_says_whether_another_try_helps(status, tries):
   url = put("b/x", b"0123456789")
   FlakyStore.faults.append(HttpError(status))

@@ -81,6 +81,8 @@ def file_system(url: str) -> tuple[Any, str]:
     raise MMapError(
         f"{url} cannot be used: {one_line(error)}; check the URL and the settings of {scheme}:// for fsspec."
     ) from error
+  if extra is None:
+    found.invalidate_cache()  # of listings: what is known of objects is remembered here
   if extra == "s3":
     found.retries = 1  # `patiently` tries again
   if extra == "gcs" and not (logger := logging.getLogger("gcsfs")).level:
@@ -89,10 +91,11 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def _options(scheme: str, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-  if "::" in scheme:  # a chain of file systems; each has options of its own
+  """Returns options of the stores that are known; others may not take them, nor a chain of file systems."""
+  if scheme not in STORES:
     return {}
   options: dict[str, Any] = {"use_listings_cache": False}
-  if STORES.get(scheme) == "s3":
+  if STORES[scheme] == "s3":
     theirs = {name: value for part in ("s3", "s3a") for name, value in settings.get(part, {}).items()}
     ours = {"max_pool_connections": 2 * CONCURRENCY, "retries": {"total_max_attempts": 1}}
     options["config_kwargs"] = {**theirs.get("config_kwargs", {}), **ours}

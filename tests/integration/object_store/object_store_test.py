@@ -17,6 +17,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from maxtext.input_pipeline import _mmap_index_utils as index_utils
 from maxtext.input_pipeline import _mmap_remote as remote
 from maxtext.input_pipeline import _mmap_remote_copy as remote_copy
 from maxtext.input_pipeline import _mmap_remote_io as remote_io
@@ -26,6 +27,8 @@ from maxtext.input_pipeline._mmap_files import MMapFileNotFoundError, MMapReadEr
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
+from maxtext.input_pipeline._mmap_shards import Piece, ShardedDataset
+from maxtext.input_pipeline._mmap_windows import Shard, TokenStream
 
 CONTENT = np.random.default_rng(3).bytes(100_000)
 PIECES = [(1000 * number, 300) for number in range(20)]
@@ -351,6 +354,35 @@ def test_a_batch_is_one_wave_of_requests(s3, dataset, tmp_path):
   opener.start()
   assert (source.read_rows(indices) == expected).all()
   opener.join()
+
+
+def test_pieces_of_many_shards_are_one_wave(s3, dataset):
+  for number in range(remote_io.CONCURRENCY):
+    s3.put_dataset(dataset, f"shards/{number:02}")
+  shards = ShardedDataset("s3://corpora/shards")
+  s3.proxy.gate = threading.Barrier(remote_io.CONCURRENCY).wait
+  expected = MMapIndexedDataset(dataset).get(9, 0, 3)
+  found = shards.read([Piece(number, 9, 0, 3) for number in range(remote_io.CONCURRENCY)])
+  assert all((tokens == expected).all() for tokens in found)
+
+
+def test_windows_of_a_store_are_the_windows(store, dataset):
+  url = store.put_dataset(dataset, "windows/corpus")
+  here, there = (TokenStream([Shard.of(MMapIndexedDataset(prefix))]) for prefix in (dataset, url))
+  starts = range(0, len(here) - 33, 33)
+  windows = np.zeros((2, len(starts), 33), np.int32)
+  here.read(starts, windows[0])
+  there.read(starts, windows[1])
+  assert windows.any() and (windows[0] == windows[1]).all()
+
+
+def test_indices_that_the_store_lacks_are_built_once_on_each_machine(s3, dataset, tmp_path, monkeypatch):
+  monkeypatch.setattr(index_utils, "is_primary_process", lambda: False)
+  url, folder = s3.put_dataset(dataset, "lacking/corpus"), "s3://corpora/lacking/indices"
+  first = source_of(url, folder)
+  again = source_of(url, folder)
+  assert not first.index.found and again.index.found and again.index.description.name == first.index.description.name
+  assert not [request for request in s3.proxy.requests if request.method not in ("GET", "HEAD")]
 
 
 def test_next_batches_are_read_while_the_store_is_slow_and_nobody_asks_for_them(s3, dataset, tmp_path):
