@@ -90,7 +90,6 @@ def test_keys_of_a_plain_run():
     "eval_interval": 10,
     "eval_steps": 3,
     "mmap_npy_num_eval_samples": (100 // 10 + 1) * 3 * 4,
-    "eval_per_device_batch_size": 2,
     "reset_attention_mask": False,
     "eod_mask_loss": False,
     "packing_max_segments_per_sample": 0,
@@ -106,6 +105,11 @@ def test_a_blend_of_one_asks_for_the_surplus():
   assert keys_of(f"--train-data-path 1.0 a {run}")["mmap_npy_num_samples"] == 400  # no blend to Megatron
 
 
+def test_another_batch_size_for_evaluation():
+  keys = keys_of(f"--data-path a {RUN} --eval-global-batch-size 8 --eval-interval 10 --eval-iters 3", devices=2)
+  assert (keys["eval_per_device_batch_size"], keys["mmap_npy_num_eval_samples"]) == (4, 11 * 3 * 8)
+
+
 def test_continuing_a_run():
   keys = keys_of(f"--data-path a {RUN}", consumed_samples=120)
   assert (keys["mmap_npy_start_sample"], keys["mmap_npy_num_samples"], keys["steps"]) == (120, 400, 70)
@@ -114,8 +118,10 @@ def test_continuing_a_run():
 
 def test_folder_of_index_files():
   arguments = f"--data-path 1 a 2 b {RUN} --data-cache-path /cache"
-  assert keys_of(arguments)["grain_train_files"] == "/cache|a,1;/cache|b,2"
-  assert keys_of(arguments, index_dir="npy")["grain_train_files"] == "npy|a,1;npy|b,2"
+  keys, others = keys_of(arguments), keys_of(arguments, index_dir="npy")
+  assert (keys["grain_train_files"], keys["blend_index_dir"]) == ("/cache|a,1;/cache|b,2", "/cache")
+  assert others["grain_train_files"] == "npy|a,1;npy|b,2" and "blend_index_dir" not in others
+  assert "blend_index_dir" not in keys_of(f"--data-path a {RUN} --data-cache-path /cache")
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,20 @@
 
 import json
 import os
+from pathlib import Path
+import shlex
+import shutil
 
 import numpy as np
 import pytest
 
+import maxtext
 from maxtext.input_pipeline import _mmap_digest as mmap_digest
 from maxtext.input_pipeline import _mmap_tokenize
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
+from maxtext.input_pipeline.mmap_cli import from_megatron, places, preflight, run_config
 from maxtext.input_pipeline.mmap_cli import main as command_line
-from maxtext.input_pipeline.mmap_cli import places, run_config
+from maxtext.input_pipeline.mmap_cli import trace as trace_command
 
 EOD, LENGTH = 2, 32
 DTYPES = {"a": np.uint16, "b": np.int32, "c": np.uint16}
@@ -119,6 +124,23 @@ def test_decoded_text(trace, monkeypatch):
   for row in trace("--step", "1", "--decode", "some.model", "--tokens", "4")["rows"]:
     tokens = tokens_of(row["pieces"])[:4].tolist()
     assert row["text"] == "".join(f"<{token}>" for token in tokens if token < 400)
+
+
+def test_the_examples_of_the_help_one_after_the_other(mmap_index, tmp_path, monkeypatch):
+  """from-megatron writes run.yml, preflight checks it, trace looks into it."""
+  monkeypatch.chdir(tmp_path)
+  for name in ("books", "code"):
+    with IndexedDatasetWriter(f"data/{name}", np.uint16) as writer:
+      for _ in range(50):
+        writer.add_document([*range(3, 203), EOD])
+  found = [Path(folder) / "assets" / "tokenizers" / "tokenizer.llama2" for folder in maxtext.__path__]
+  shutil.copy(next(path for path in found if path.exists()), "tokenizer.model")
+  for command in (from_megatron, preflight, trace_command):
+    (line,) = [line for line in command.EXAMPLE.replace("\\\n", " ").splitlines() if line.startswith("  mmap-index")]
+    code, out, errors = mmap_index(*shlex.split(line)[1:], "--json")
+    assert code == 0, errors
+  assert (out["first_sample"], out["global_batch_size"], len(out["rows"])) == (1234 * 64, 64, 64)
+  assert "</s>" in "".join(row["text"] for row in out["rows"])
 
 
 def test_for_people(arguments, capsys):

@@ -19,8 +19,8 @@ equal here are named at the top of the YAML.
 EXAMPLE = """\
 example:
   mmap-index from-megatron --output run.yml --eod-id 2 \\
-      --data-path 0.7 data/books 0.3 data/web --split 99,1,0 --seq-length 4096 --global-batch-size 256 \\
-      --train-iters 100000 --eval-interval 1000 --eval-iters 10 --reset-position-ids --reset-attention-mask
+      --data-path 0.7 data/books 0.3 data/code --split 98,2,0 --seq-length 2048 --global-batch-size 64 \\
+      --train-iters 2000 --eval-interval 100 --eval-iters 10 --reset-position-ids --reset-attention-mask
 """
 TAKES_OTHER_ARGUMENTS = True  # main puts those that the parser does not know into options.others
 

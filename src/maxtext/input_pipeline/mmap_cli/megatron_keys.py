@@ -78,6 +78,9 @@ def _data_keys(arguments: Arguments, data: MegatronData, folder: str) -> Iterato
   yield _Key("data_shuffle_seed", data.seed, "--seed" + _by_default(arguments, "--seed"))
   if "--mid-level-dataset-surplus" in arguments:
     yield _Key("mmap_npy_blend_margin", _percent(data.surplus), "--mid-level-dataset-surplus, in percent")
+  cache = arguments.text("--data-cache-path")
+  if cache is not None and folder == cache and any(blend and len(blend.prefixes) > 1 for blend in data.parts[:2]):
+    yield _Key("blend_index_dir", cache, "--data-cache-path, where Megatron keeps the blend too")
   cache = arguments.text("--object-storage-cache-path")
   if cache is not None:
     yield _Key("mmap_remote_cache_dir", cache, "--object-storage-cache-path")
@@ -152,8 +155,9 @@ def _evaluation_keys(arguments: Arguments, data: MegatronData, folder: str, devi
     yield _Key("eval_steps", data.eval_iters, "--eval-iters" + _by_default(arguments, "--eval-iters"))
     source = "(train_iters // eval_interval + 1) * eval_iters * global_batch_size"
     yield _Key("mmap_npy_num_eval_samples", data.requested(1), source + _surplus(data, 1))
-  batch = data.eval_batch_size // devices
-  yield _Key("eval_per_device_batch_size", batch, f"{data.eval_batch_size} on {devices} device(s)")
+  if data.eval_batch_size != data.global_batch_size:  # else it follows per_device_batch_size
+    source = f"--eval-global-batch-size {data.eval_batch_size} on {devices} device(s)"
+    yield _Key("eval_per_device_batch_size", data.eval_batch_size // devices, source)
 
 
 def _surplus(data: MegatronData, part: int) -> str:
@@ -245,9 +249,8 @@ def _to_set(arguments: Arguments, data: MegatronData, eod_id: int | None, device
     yield "mmap_eod_id: the token that preprocessing appended with --append-eod (its default in the base config is 2)."
   if devices is None:
     yield (
-        f"per_device_batch_size: {data.global_batch_size} divided by devices and by gradient_accumulation_steps"
-        + f"; eval_per_device_batch_size: {data.eval_batch_size} divided by devices" * data.evaluates()
-        + "."
+        f"per_device_batch_size: {data.global_batch_size} divided by the devices; with gradient_accumulation_steps, divide "
+        "by them too, and set eval_per_device_batch_size, which they do not change."
     )
   if _padded_vocabulary(arguments) is None:
     yield "vocab_size: the padded one of the Megatron run, which it logs at the start."

@@ -18,7 +18,7 @@ Index files are looked at by their headers; 'mmap-index verify' reads them whole
 """
 EXAMPLE = """\
 example (a run on 8 devices):
-  mmap-index preflight run.yml --devices 8 steps=1000
+  mmap-index preflight run.yml --devices 8 per_device_batch_size=8
 """
 TAKES_OTHER_ARGUMENTS = True
 

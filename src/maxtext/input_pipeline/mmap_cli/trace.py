@@ -18,8 +18,8 @@ Steps count from 0, as MaxText logs them. The batch size must be the run's (--de
 Nothing is written; indices that the run's folder does not hold are built in memory.
 """
 EXAMPLE = """\
-example (a loss spike at step 7000 of a run on 8 devices):
-  mmap-index trace run.yml --step 7000 --devices 8 --decode tokenizer.model
+example (a loss spike at step 1234 of a run on 8 devices):
+  mmap-index trace run.yml --step 1234 --devices 8 per_device_batch_size=8 --decode tokenizer.model
 """
 TAKES_OTHER_ARGUMENTS = True
 
