@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzes `.idx` files, index folders and spec strings.
+"""Fuzzes `.idx` files, index folders, pairs of blend indices and spec strings.
 
-    python tests/fuzz/run.py --seconds 600           every target, a third of the time each
+    python tests/fuzz/run.py --seconds 600           every target, each its share of the time
     python tests/fuzz/run.py --seconds 60 idx        one target
     python tests/fuzz/run.py --seconds 0             only the kept inputs
     python tests/fuzz/run.py --try FILE idx          one input, in this process
@@ -27,7 +27,7 @@ import time
 import traceback
 
 CORPUS = Path(__file__).parent / "corpus"
-NAMES = ("idx", "arrays", "text")
+NAMES = ("idx", "arrays", "blend", "text")
 SLOWEST = 20  # seconds for one input
 MEMORY = 4 << 30  # bytes of address space for one worker above what it has at its start
 

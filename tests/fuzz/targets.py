@@ -2,7 +2,7 @@
 """What is fuzzed, and what must hold of any input: success that an independent reading confirms, or an error of ours.
 
 An input of `arrays` is the files of an index folder in the order of `FILES`, joined by `BORDER`; a missing part is a
-missing file. An input of `text` is UTF-8.
+missing file. So is one of `blend`, with the pair and its stamps. An input of `text` is UTF-8.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import struct
 
 import numpy as np
 
+from maxtext.input_pipeline import _megatron_blending as blending
 from maxtext.input_pipeline import _mmap_guard as guard
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
@@ -60,6 +61,17 @@ def expect(condition, message: str) -> None:
 def replace(path: str, data: bytes) -> None:
   Path(path + ".new").write_bytes(data)
   os.replace(path + ".new", path)
+
+
+def unpack(data: bytes, paths: list[str]) -> None:
+  """Writes the parts of an input to their files, and removes files that have no part."""
+  parts = data.split(BORDER)
+  os.makedirs(os.path.dirname(paths[0]), exist_ok=True)
+  for number, path in enumerate(paths):
+    if number < len(parts):
+      replace(path, parts[number])
+    else:
+      Path(path).unlink(missing_ok=True)
 
 
 # `.idx` files.
@@ -195,13 +207,7 @@ class Arrays:
     return [BORDER.join(files), BORDER.join(files[:4]), BORDER.join(plain), wide]
 
   def run(self, data: bytes) -> None:
-    os.makedirs(self._folder, exist_ok=True)
-    parts = data.split(BORDER)
-    for number, name in enumerate(FILES):
-      if number < len(parts):
-        replace(self._path(name), parts[number])
-      else:
-        Path(self._path(name)).unlink(missing_ok=True)
+    unpack(data, [self._path(name) for name in FILES])
     for name in FILES[:3]:
       with contextlib.suppress(cache.StaleIndexError, FileNotFoundError):
         array, there = cache.map_array(self._path(name)), Path(self._path(name)).read_bytes()
@@ -246,6 +252,35 @@ class Arrays:
       tokens += sequence[offset:stop]
       entry, offset = entry + 1, 0
     return tokens
+
+
+class Blend:
+  """Opens a blend whose pair of files is the input."""
+
+  most = 1 << 11
+
+  def __init__(self, folder: str):
+    self._folder = os.path.join(folder, "blend")
+    self._request = blending.weighted_blend([0.7, 0.3], 20)
+    self._right = blending.draw(self._request)[0]
+    self._paths = [*blending.pair_paths(self._folder), os.path.join(self._folder, cache.STAMPS)]
+
+  def seeds(self) -> list[bytes]:
+    longer = blending.draw(blending.weighted_blend([0.7, 0.3], 60))[0]
+    other = blending.draw(blending.weighted_blend([0.6, 0.4], 20))[0]
+    pairs = [BORDER.join(map(_npy, pair)) for pair in (self._right, longer, other)]
+    unpack(pairs[0], self._paths)
+    stamps = cache.Stamps(self._folder)
+    blending.load_pair(self._paths[:2], self._request, stamps)
+    stamps.save()
+    return [*pairs, BORDER.join([pairs[0], Path(self._paths[2]).read_bytes()])]
+
+  def run(self, data: bytes) -> None:
+    unpack(data, self._paths)
+    pair = blending.open_pair(self._request, [15, 7], index_dir=self._folder, write=False)
+    for array, expected in zip(pair.arrays, self._right, strict=True):
+      expect(array.dtype == expected.dtype and np.array_equal(array, expected), "a wrong pair was believed")
+    guard.check()
 
 
 def _npy(array: np.ndarray) -> bytes:
@@ -328,4 +363,4 @@ class Text:
       call(megatron_arguments.read_data, arguments)
 
 
-TARGETS = {"idx": Idx, "arrays": Arrays, "text": Text}
+TARGETS = {"idx": Idx, "arrays": Arrays, "blend": Blend, "text": Text}

@@ -19,6 +19,7 @@ import pytest
 from maxtext.input_pipeline import _mmap_guard as guard
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
+from maxtext.input_pipeline._megatron_blending import MegatronBlendedDataSource
 from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
 from maxtext.input_pipeline._mmap_files import MMapError, MMapReadError
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapIndexedDataset
@@ -64,7 +65,10 @@ def test_files_that_may_not_grow_to_their_size(tmp_path):
 @pytest.fixture
 def dataset(tmp_path) -> str:
   """1,500 sequences: every index file is longer than a page."""
-  prefix = str(tmp_path / "data")
+  return write(str(tmp_path / "data"))
+
+
+def write(prefix: str) -> str:
   with IndexedDatasetWriter(prefix, np.uint16) as writer:
     for row in range(1_500):
       writer.add_document(np.array([row % 1000 + 2, 7, 7, EOD], np.uint16))
@@ -85,14 +89,14 @@ def mapped_files(source) -> dict[str, str]:
 
 @needs_guard
 @pytest.mark.parametrize("name", ["idx", *cache.ARRAYS])
-@pytest.mark.parametrize("left", ["nothing", "one page", "all but a byte"])
+@pytest.mark.parametrize("left", ["nothing", "one page", "all but 8 bytes"])
 def test_every_mapped_file_that_is_truncated_under_a_source_is_named(open_source, name, left):
   source = open_source()
   everything = range(len(source))
   before = source.read_rows(everything)
   path = mapped_files(source)[name]
   size = os.path.getsize(path)
-  os.truncate(path, {"nothing": 0, "one page": PAGE, "all but a byte": size - 1}[left])
+  os.truncate(path, {"nothing": 0, "one page": PAGE, "all but 8 bytes": size - 8}[left])
   for read in (lambda: source.read_rows(everything), lambda: source[len(source) - 1]):
     with pytest.raises(MMapReadError) as failure:
       read()
@@ -100,6 +104,32 @@ def test_every_mapped_file_that_is_truncated_under_a_source_is_named(open_source
     expected = f"{path} was truncated while it is in use: it had {size} bytes and has {now} now; start again with the"
     assert str(failure.value) == f"{expected} dataset as it is to be."
   assert before.shape == (1_499, L + 1)
+
+
+@needs_guard
+@pytest.mark.parametrize("left", [0, -8])
+def test_the_truncated_one_of_several_shards_is_named(tmp_path, left):
+  prefixes = [write(str(tmp_path / f"shard{number}")) for number in range(3)]
+  request = cache.IndexRequest(L, 1, 4_000)
+  source = MegatronNpyDataSource(str(tmp_path / "indices"), prefixes, EOD, L, request=request, write=True)
+  assert source.read_rows(range(4_000)).shape == (4_000, L + 1)
+  path = prefixes[2] + ".idx"
+  os.truncate(path, 0 if not left else os.path.getsize(path) + left)
+  with pytest.raises(MMapReadError, match=rf"shard2\.idx was truncated while .* has {os.path.getsize(path)} now"):
+    source.read_rows(range(4_000))
+
+
+@needs_guard
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("left", [0, -8])
+def test_a_truncated_pair_of_blend_indices_is_named(tmp_path, open_source, number, left):
+  source = open_source()
+  blend = MegatronBlendedDataSource([source, source], [0.5, 0.5], 2_900, cache_dir=str(tmp_path / "blend"), write=True)
+  assert blend.read_rows(range(2_900)).shape == (2_900, L + 1)
+  path = blend.pair.paths[number]
+  os.truncate(path, 0 if not left else os.path.getsize(path) + left)
+  with pytest.raises(MMapReadError, match=f"{path} was truncated while it is in use"):
+    blend.read_rows(range(2_900))
 
 
 @needs_guard
@@ -139,7 +169,7 @@ def test_values_that_are_changed_in_place_are_refused_or_read_within_bounds(open
       try:
         assert source.read_rows([element]).shape == (1, L + 1)
       except MMapError as error:
-        assert str(error).endswith(("start again.", "build them again.")) and "\n" not in str(error)
+        assert str(error).endswith(("start again.", "build them again.", "as it is to be.")) and "\n" not in str(error)
 
 
 def test_the_reader_looks_at_every_bound():

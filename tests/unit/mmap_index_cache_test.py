@@ -207,15 +207,15 @@ def test_d13_iii_folder_that_cannot_be_written(folder, dataset, caplog, monkeypa
 
 
 def test_d13_iii_disk_that_fills_up_leaves_nothing(folder, dataset, caplog, monkeypatch):
-  save = np.save
+  write_array = cache._write_array
 
-  def fill(file, array, **settings):
+  def fill(file, array):
     if array.ndim == 2:
       file.write(b"half")
       raise OSError(28, "No space left on device")
-    save(file, array, **settings)
+    write_array(file, array)
 
-  monkeypatch.setattr(cache.np, "save", fill)
+  monkeypatch.setattr(cache, "_write_array", fill)
   index = cache.open_index(folder, dataset, REQUEST)
   assert not index.saved and "No space left on device" in caplog.text
   assert [name for name in os.listdir(folder) if "sample_index" in name or "metadata" in name] == []

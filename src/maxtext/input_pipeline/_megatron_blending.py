@@ -280,7 +280,10 @@ def _look(folder: str, fixed: bool, request, split, write) -> tuple[Pair, list[i
       log.warning("%s holds no pair of blend indices (dataset_index.npy and dataset_sample_index.npy).", folder)
       return None
     stamps = cache.Stamps(local)
-    arrays, counts = load_pair(paths, request, stamps)
+    try:
+      arrays, counts = load_pair(paths, request, stamps)
+    finally:
+      _mmap_guard.check()
     if cache.writes(write):
       stamps.save()
     return Pair(arrays, paths, True), counts
@@ -497,7 +500,7 @@ class MegatronBlendedDataSource:
   def read_rows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
     """Reads several elements, int32[len(indices), seq_length + 1]; each dataset's in one call."""
     places = [self.child(index) for index in indices]
-    _mmap_guard.check(self._stored.files)
+    _mmap_guard.check(self._stored.tails)
     rows: list[np.ndarray | None] = [None] * len(places)
     for dataset in sorted({dataset for dataset, _ in places}):
       own = [row for row, place in enumerate(places) if place[0] == dataset]

@@ -244,28 +244,18 @@ class _Guard:
 
 
 def _explain(watched: _Watched) -> OSError:
+  from maxtext.input_pipeline._mmap_files import MMapReadError  # which imports this module
+
   path, size = watched
   try:
     found: int | None = os.stat(path).st_size
   except OSError:
     found = None
-  if found is not None and found != size:
-    return _changed(path, size, found)
   there = "is not there now" if found is None else f"has {found} now"
-  return _error(
-      path, f"was written again or its disk cannot be read, while it is in use: it had {size} bytes and {there}"
+  change = "was truncated" if found is not None and found < size else "was written again or its disk cannot be read,"
+  error = MMapReadError(
+      f"{path} {change} while it is in use: it had {size} bytes and {there}; start again with the dataset as it is to be."
   )
-
-
-def _changed(path: str, size: int, found: int) -> OSError:
-  verb = "truncated" if found < size else "changed"
-  return _error(path, f"was {verb} while it is in use: it had {size} bytes and has {found} now")
-
-
-def _error(path: str, change: str) -> OSError:
-  from maxtext.input_pipeline._mmap_files import MMapReadError  # which imports this module
-
-  error = MMapReadError(f"{path} {change}; start again with the dataset as it is to be.")
   error.errno, error.strerror, error.filename = errno.EIO, "changed while it is in use", path
   return error
 
@@ -299,7 +289,7 @@ def unwatch(number: int | None) -> None:
 
 
 class _File(Protocol):
-  """What `check` looks at; `_mmap_files.FileIdentity` has it."""
+  """What a tail needs to know of its file; `_mmap_files.FileIdentity` has it."""
 
   @property
   def path(self) -> str: ...
@@ -307,33 +297,46 @@ class _File(Protocol):
   @property
   def size(self) -> int: ...
 
-  @property
-  def inode(self) -> int: ...
 
+class Tail:
+  """The last byte of a mapped file that is not 0, to see a cut within the last page of the file.
 
-def check(files: Iterable[_File] = ()) -> None:
-  """Raises if a mapped file was truncated, since its reader got zeros: to be called before what was read is used.
-
-  Without files it is a comparison of two numbers: for every read. It keeps raising while the mapping is there, and
-  raises at least once for each.
-
-  The page in which a file ends now can be read to the end of the page, without a bus error and without its bytes. So a
-  cut within the last page is seen only by a look at the size of the file, a system call for each: once a batch. Bytes
-  that are changed in place are not seen at all.
+  The page in which a file ends reads as zeros from there on, without a bus error. So a cut that takes no page away is
+  seen by this byte, which costs no system call; and a cut behind it changes nothing that is read.
 
   Args:
-    files: mapped files as they were when they were mapped. One that was replaced or removed since is still what it was
-      for who has mapped it, and is no error.
+    file: path and size of the file.
+    array: mapped from it, C-contiguous; of its end, what is used.
+  """
+
+  __slots__ = ("file", "_byte")
+
+  def __init__(self, file: _File, array: np.ndarray):
+    self.file = file
+    end = array.reshape(-1).view(np.uint8)[-mmap.PAGESIZE :]
+    filled = np.flatnonzero(end)
+    self._byte = memoryview(end)[filled[-1] :][:1] if len(filled) else b"\1"  # nothing there that could be lost
+
+  @property
+  def lost(self) -> bool:
+    return not self._byte[0]
+
+
+def check(tails: Iterable[Tail] = ()) -> None:
+  """Raises if a mapped file was truncated, since its reader got zeros: to be called before what was read is used.
+
+  Costs a comparison of two numbers, and one for each tail. It keeps raising while the mapping is there, and raises at
+  least once for each. Bytes that are changed in place are not seen. A file that was replaced or removed is still what it
+  was for who has mapped it, and is no error.
+
+  Args:
+    tails: of the files that were read.
 
   Raises:
     MMapReadError: names the file, its size then and now.
   """
   if _guard is not None and _guard.unanswered:
     _guard.answer()
-  for file in files:
-    try:
-      now = os.stat(file.path)
-    except OSError:
-      continue
-    if now.st_size != file.size and now.st_ino == file.inode:
-      raise _changed(file.path, file.size, now.st_size)
+  for tail in tails:
+    if tail.lost:
+      raise _explain(_Watched(tail.file.path, tail.file.size))

@@ -208,18 +208,23 @@ def read_sample(descriptor, itemsize, sizes, pointers, document_index, sample_in
     itemsize: bytes of a token.
     sizes, pointers: int32[N] tokens and int64[N] byte offset of each sequence.
     document_index, sample_index: int32[D] and int32 or int64 [samples + 1, 2].
-    sample: row of `sample_index`.
+    sample: row of `sample_index`, which must be there; what the arrays say is checked, as their files may have changed.
     extra: tokens after the end that the sample includes, 1 in training.
     out: uint8[capacity], filled from the front.
 
   Returns:
-    Bytes read; or -1 - d if the piece in entry d of the document index could not be read or is outside its sequence.
+    Bytes read; or -1 - d if the piece in entry d of the document index could not be read or is outside its sequence, or
+    there is no such entry.
   """
   document, offset = np.int64(sample_index[sample, 0]), np.int64(sample_index[sample, 1])
   last, end = np.int64(sample_index[sample + 1, 0]), np.int64(sample_index[sample + 1, 1]) + extra
+  if document < 0 or last >= document_index.shape[0]:
+    return np.int64(-1)
   filled = np.int64(0)
   while document <= last:
     sequence = document_index[document]
+    if sequence < 0 or sequence >= sizes.shape[0]:
+      return -1 - document
     stop = end if document == last else np.int64(sizes[sequence])
     wanted = min((stop - offset) * itemsize, np.int64(out.shape[0]) - filled)
     if stop > sizes[sequence] or wanted < 0:

@@ -233,6 +233,7 @@ class MMapIndexedDataset:
     bin_file: `.bin` as it was when it was opened; its path is the URL of a dataset at a URL.
     idx_file: `.idx`, on this machine.
     is_remote: whether the dataset is at a URL.
+    tail: of `.idx`, for `_mmap_guard.check`.
 
   Raises:
     MMapError: if a file is missing or its header does not fit its size. The arrays are checked by `scan`.
@@ -256,10 +257,11 @@ class MMapIndexedDataset:
     self._sizes = raw[head.lengths_at : head.offsets_at].view("<i4")
     self._pointers = raw[head.offsets_at : head.documents_at].view("<i8")
     self._doc_idx = raw[head.documents_at :].view("<i8")
+    self.tail = _mmap_guard.Tail(self.idx_file, self._doc_idx)
     try:
       self._check_ends()
     finally:
-      _mmap_guard.check([self.idx_file])
+      _mmap_guard.check()
 
   def _check_ends(self) -> None:
     """Checks what can be checked without reading the arrays: the first and last entries."""
