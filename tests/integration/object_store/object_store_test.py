@@ -95,11 +95,11 @@ def test_many_faults_in_a_row_lose_nothing(s3):
 def test_a_reply_that_does_not_come_is_asked_for_again_with_more_time(store, monkeypatch):
   url = store.put("stall/x.bin", CONTENT)
   remote.look(url)
-  monkeypatch.setattr(remote_retry, "PATIENCE", remote_retry.Patience(0.3, 60.0, 0.01, 0.02))
-  store.proxy.faults = ["stall", lambda: time.sleep(0.4)]  # the second is slower than the first time limit
+  monkeypatch.setattr(remote_retry, "PATIENCE", remote_retry.Patience(0.3, 10.0, 0.01, 0.02))
+  store.proxy.faults = ["stall"] + [lambda: time.sleep(0.4)] * 100  # no reply comes within the first time limit
   file = remote.look(url)
   assert remote.read_many([(file, 5, 10)]) == [CONTENT[5:15]]
-  assert len(store.proxy.spans("x.bin")) in (2, 3)
+  assert 2 <= len(store.proxy.spans("x.bin")) <= 5
 
 
 @pytest.fixture
@@ -431,3 +431,12 @@ def test_a_run_from_a_store_logs_the_losses_of_a_local_run(s3, dataset, train, t
   assert len(s3.proxy.spans("corpus.idx")) == 1 and len(s3.proxy.spans("-shuffle_index.npy")) == 1
   assert not [request for request in s3.proxy.requests if request.method not in ("GET", "HEAD")]
   assert not [name for name in os.listdir(tmp_path) if name == "xdg"]
+
+
+def test_a_run_without_credentials_ends_with_one_sentence(s3, dataset, train, monkeypatch):
+  url = s3.put_dataset(dataset, "refused/corpus")
+  monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+  run = train(url, steps=3, enable_checkpointing=False)
+  assert run.code == 1 and not run.losses
+  assert f"{url}.idx cannot be read without valid credentials" in run.last_line
+  assert "Traceback" not in run.log and "botocore" not in run.log
