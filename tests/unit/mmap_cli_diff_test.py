@@ -169,6 +169,11 @@ def test_blends(compare, mmap_index, tmp_path):
   assert longer["position"] == 50 and longer["samples"] == [None, {"dataset": 0, "sample": 35}]
 
 
+def test_a_blend_and_a_single_dataset_are_of_two_kinds(build, mmap_index, tmp_path):
+  blend = make_blend(tmp_path / "a", [write(tmp_path / "data", D1_LENGTHS)], (1,))
+  assert "is the folder of a blend and the other is not" in mmap_index("diff", blend, build("b", 4, 42, 9))[2]
+
+
 def test_a_blend_differs_where_a_child_does(tmp_path, compare):
   prefixes = [write(tmp_path / "data", D1_LENGTHS), write(tmp_path / "more", [30, 8, 29])]
   a, b = (make_blend(tmp_path / name, prefixes, (7, 3), size=20) for name in "ab")

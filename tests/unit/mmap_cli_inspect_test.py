@@ -48,7 +48,7 @@ def test_facts_of_one_dataset(mmap_index, books):
 
 
 def test_totals_of_several(mmap_index, books, code, tmp_path):
-  for paths in ([f"{books}:{code}"], [books, code], [tmp_path], [tmp_path, books]):
+  for paths in ([f"{books}:{code}"], [books, code], [tmp_path], [tmp_path, books], [books + ".idx", code + ".bin"]):
     status, facts, _ = mmap_index("inspect", *paths, "--json")
     assert status == 0 and [found["prefix"] for found in facts["datasets"]] == [books, code]
     assert facts["total"] == {

@@ -2,6 +2,7 @@
 """Tests of `mmap-index verify`: it passes what is right, and names the file and place of what is not."""
 
 import dataclasses
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 from maxtext.input_pipeline import _megatron_blending as blending
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
+from maxtext.input_pipeline import _mmap_remote_copy as remote_copy
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
-from maxtext.input_pipeline.mmap_cli import blends, orders, rebuild
+from maxtext.input_pipeline.mmap_cli import blends, candidates, orders, rebuild
+from maxtext.input_pipeline.mmap_cli import verify as verify_command
 
 D1_LENGTHS = [5, 7, 3, 9, 6, 4]
 REQUESTS = [
@@ -62,17 +65,25 @@ def change(path, position, value) -> None:
   np.save(path, array)
 
 
-def as_megatron(folder, dataset, request, name="0" * 32) -> None:
-  """Writes an order as Megatron's cache holds it."""
+def as_megatron(folder, dataset, request) -> dict:
+  """Writes an order as Megatron's cache holds it; returns its description."""
   part = utils.SPLIT_NAMES[request.split_index]
-  arrays = cache.build_in_memory(dataset, request)[:3]
-  cache.save_indices(str(folder), f"{name}-GPTDataset-{part}", arrays)
   description = {
     "class": "GPTDataset", "dataset_path": f"/elsewhere/{os.path.basename(dataset)}", "num_samples": request.num_samples,
     "index_split": part, "random_seed": request.seed, "sequence_length": request.seq_length,
     "split": request.split or None, "split_matrix": None, "tokenizer": {"class": "none"},
   }  # fmt: skip
-  (folder / f"{name}-GPTDataset-{part}-description.txt").write_text(json.dumps(description, indent=4))
+  start = describe(folder, f"GPTDataset-{part}", description)
+  cache.save_indices(str(folder), os.path.basename(start), cache.build_in_memory(dataset, request)[:3])
+  return description
+
+
+def describe(folder, end, content) -> str:
+  """Writes one of Megatron's descriptions under its checksum; returns what the names beside it begin with."""
+  text = json.dumps(content, indent=4)
+  start = f"{folder}/{hashlib.md5(text.encode()).hexdigest()}-{end}"
+  Path(start + "-description.txt").write_text(text)
+  return start
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
@@ -197,6 +208,11 @@ def test_megatrons_files(verify, dataset, tmp_path, request_):
     code, facts = verify(tmp_path / "npy", *paths)
     assert code == 0 and facts["orders"][0]["maker"] == "Megatron" and facts["orders"][0]["dataset"] == dataset
   (path,) = (tmp_path / "npy").glob("*shuffle_index.npy")
+  (description,) = (tmp_path / "npy").glob("*description.txt")
+  text = description.read_text()
+  description.write_text(text.replace("none", "some"))
+  assert "was changed: the name of what it says" in verify(tmp_path / "npy", dataset)[1]["problems"][0]
+  description.write_text(text)
   change(path, 2, 77)
   assert verify(tmp_path / "npy", dataset)[1]["orders"][0]["differences"][0]["position"] == 2
   assert "was built from /elsewhere/data" in verify(tmp_path / "npy", other, other)[1]["problems"][0]
@@ -255,34 +271,48 @@ def test_a_child_with_too_few_samples(verify, blend):
   assert "15 samples are drawn from dataset 1, whose indices have 3" in problem
 
 
+def write_pair(folder, content, request) -> str:
+  """Writes a blend as Megatron's cache holds it; returns the path of its description."""
+  start = describe(folder, "BlendedDataset-train", content)
+  for array, values in zip(blending.ARRAYS, blending.draw(request)[0], strict=True):
+    np.save(f"{start}-{array}.npy", values)
+  return start + "-description.txt"
+
+
 def test_megatrons_blend(verify, dataset, tmp_path):
   other, folder = write(tmp_path / "more", [3, 8, 2], 1000), tmp_path / "npy"
   folder.mkdir()
-  for number, (prefix, samples) in enumerate(((dataset, 29), (other, 13))):
-    as_megatron(folder, prefix, IndexRequest(4, 42, samples), str(number) * 32)
-  request = blending.weighted_blend([0.7, 0.3], 40)
-  start = f"{folder}/{'a' * 32}-BlendedDataset-train-"
-  for array, values in zip(blending.ARRAYS, blending.draw(request)[0], strict=True):
-    np.save(f"{start}{array}.npy", values)
-  children = [json.loads(path.read_text()) for path in sorted(folder.glob("*GPTDataset*description.txt"))]
+  requests = ((dataset, IndexRequest(4, 42, 29)), (other, IndexRequest(4, 42, 13)))
+  children = [as_megatron(folder, prefix, request) for prefix, request in requests]
   content = {"class": "BlendedDataset", "datasets": children, "split": "train", "weights": [0.7, 0.3], "size": 40}
-  Path(start + "description.txt").write_text(json.dumps(content))
+  request = blending.weighted_blend([0.7, 0.3], 40)
+  description = write_pair(folder, content, request)
   code, facts = verify(folder, dataset, other)
   assert code == 0 and len(facts["orders"]) == 2 and facts["blends"][0]["weights"] == [0.7, 0.3]
-  content["size"] = 39
-  content["weights"] = [0.6, 0.4]
-  Path(start + "description.txt").write_text(json.dumps(content))
-  assert "expected sample" in verify(folder, dataset, other)[1]["problems"][0]
+  Path(description).write_text(json.dumps({**content, "weights": [0.6, 0.4]}))
+  problems = verify(folder, dataset, other)[1]["problems"]
+  assert "draw 3 is sample 2 of dataset 0; expected sample 1 of dataset 1" in problems[0]
+  assert "was changed: the name of what it says begins with" in problems[1]
+  os.remove(description)
+  write_pair(folder, {**content, "size": 39}, request)
+  assert "has 40 draws; expected 39" in " ".join(verify(folder, dataset, other)[1]["problems"])
 
 
 def test_an_exhaustive_blend_of_megatron(tmp_path):
-  request = blending.whole_blend([2, 5], None)
-  start = f"{tmp_path}/{'a' * 32}-BlendedDataset-train-"
-  for array, values in zip(blending.ARRAYS, blending.draw(request)[0], strict=True):
-    np.save(f"{start}{array}.npy", values)
-  Path(start + "description.txt").write_text(json.dumps({"datasets": [], "weights": [2, 5], "size": None}))
-  facts = blends.check(start, None)
+  content = {"datasets": [], "weights": [2, 5], "size": None}
+  description = write_pair(tmp_path, content, blending.whole_blend([2, 5], None))
+  facts = blends.check(description.removesuffix("description.txt"), None)
   assert facts["problems"] == [] and facts["counts"] == [2, 5] and facts["draws"] == 7
+
+
+@pytest.mark.parametrize(
+  "change_", [{"weights": ["x"]}, {"weights": [1, -1]}, {"size": "x"}, {"datasets": 3}, {"weights": 1}]
+)
+def test_a_blend_whose_description_is_damaged(tmp_path, change_):
+  content = {"datasets": [], "weights": [0.5, 0.5], "size": 4, **change_}
+  description = write_pair(tmp_path, content, blending.weighted_blend([1, 1], 4))
+  facts = blends.check(description.removesuffix("description.txt"), None)
+  assert len(facts["problems"]) == 1 and "does not say what an order was built from" in facts["problems"][0]
 
 
 @given(data=st.data())
@@ -318,3 +348,40 @@ def test_the_request_of_an_order_is_the_one_that_built_it(dataset, tmp_path):
     order = orders.open_order(str(tmp_path / "npy"), description.name)
     again = rebuild.describe(order, cache.open_dataset(dataset))
     assert dataclasses.replace(again, facts=()) == dataclasses.replace(description, facts=())
+
+
+@given(data=st.data())
+def test_damaged_metadata_is_a_problem_and_no_traceback(data, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("npy")
+  prefix = write(folder / "data", D1_LENGTHS)
+  metadata = Path(cache.write_index(str(folder), prefix, IndexRequest(4, 42, 9))[0]["metadata"])
+  content = json.loads(metadata.read_text())
+  place = content if data.draw(st.booleans()) else content["built_from"]
+  numbers = st.booleans() | st.integers(-2, 2**70) | st.floats()
+  values = st.none() | numbers | st.text(max_size=3) | st.lists(numbers, max_size=2)
+  key, value = data.draw(st.sampled_from(sorted(place))), data.draw(values)
+  changed = place[key] != value
+  place[key] = value
+  metadata.write_text(json.dumps(content))
+  facts = verify_command._check(str(folder), metadata.name.removesuffix("-metadata.json"), candidates.open_all([prefix]))
+  used = place is not content or key in ("arrays", "built_from")
+  assert bool(facts["problems"]) == (changed and used), (key, value)
+  assert all(problem.endswith(".") for problem in facts["problems"])
+
+
+def test_datasets_and_folders_at_a_url(verify, mmap_index, dataset, tmp_path, monkeypatch):
+  fsspec = pytest.importorskip("fsspec")
+  monkeypatch.setattr(remote_copy, "_cache_dir", str(tmp_path / "cache"))
+  cache.write_index(str(tmp_path / "npy"), dataset, IndexRequest(4, 42, 9))
+  store = fsspec.filesystem("memory")
+  store.put(str(tmp_path / "npy"), "/url_test/npy", recursive=True)
+  for end in (".idx", ".bin"):
+    store.put(dataset + end, "/url_test/data" + end)
+  url, folder = "memory://url_test/data", "memory://url_test/npy"
+  code, facts = verify(folder, url)
+  assert code == 0 and facts["orders"][0]["dataset"] == url
+  assert mmap_index("diff", folder, tmp_path / "npy")[:2] == (0, "identical (16 samples)\n")
+  for path in (url, "memory://url_test"):
+    code, facts, _ = mmap_index("inspect", path, "--vocab-size", 100, "--json")
+    assert code == 1 and facts["total"]["tokens"] == 34 and facts["datasets"][0]["ids"]["outside"] == 29
+  assert mmap_index("inspect", "memory://url_test/nothing")[0] == 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 from typing import Any
@@ -87,13 +88,29 @@ def check(start: str, weights: list[float] | None) -> dict[str, Any]:
           "expected the next one that was not drawn; draw the blend again."
       )
     facts["problems"] += _too_short(start, counts, content)
-    request = _request(content, weights, len(arrays[0]))
+    request = _request(start, content, weights, len(arrays[0]))
     if request is not None:
       facts["weights"] = request.weights.tolist()
       facts["problems"] += _wrong_draw(start, arrays, request)
-  except (MMapError, OSError, KeyError, TypeError) as error:
+    facts["problems"] += _misnamed(start, content)
+  except (MMapError, OSError) as error:
     facts["problems"].append(console.sentence(error))
   return facts
+
+
+def _misnamed(start: str, content) -> list[str]:
+  """Returns a problem if Megatron's description is not the one that its name is the checksum of."""
+  return [] if content is None else misnamed(start + "description.txt")
+
+
+def misnamed(path: str) -> list[str]:
+  """Returns a problem if one of Megatron's descriptions is not the text whose MD5 checksum its name begins with."""
+  with open(path, "rb") as file:
+    digest = hashlib.md5(file.read(), usedforsecurity=False).hexdigest()
+  found = os.path.basename(path)[: len(digest)]
+  if found == digest:
+    return []
+  return [f"{path} was changed: the name of what it says begins with {digest}; build it again."]
 
 
 def count(arrays) -> tuple[list[int], int | None]:
@@ -144,7 +161,10 @@ def children(start: str, content: dict[str, Any] | None = None) -> list[orders.O
   if content is None:
     return [_longest(_orders_in(child)) for child in child_folders(folder)]
   found = _orders_in(folder)
-  return [_longest([order for order in found if order.metadata == child]) for child in content["datasets"]]
+  try:
+    return [_longest([order for order in found if order.metadata == child]) for child in content["datasets"]]
+  except (KeyError, TypeError) as error:
+    raise orders.damaged(start + "description.txt", error) from error
 
 
 def _orders_in(folder: str) -> list[orders.Order]:
@@ -172,14 +192,17 @@ def first_other(a, b, ends: list[int | None]) -> int | None:
   return None if len(a[0]) == len(b[0]) else common
 
 
-def _request(content, weights: list[float] | None, size: int) -> blending.BlendRequest | None:
+def _request(start: str, content, weights: list[float] | None, size: int) -> blending.BlendRequest | None:
   """Returns the blend that a pair must be, or None if nothing says its weights."""
-  if content is not None:
-    named = np.array(content["weights"], np.float64)
-    if content["size"] is not None:
-      return blending.BlendRequest(named, size)
-    return blending.BlendRequest(named / named.sum(), int(named.sum()), named.astype(np.int64))
-  return None if weights is None else blending.weighted_blend([weight for weight in weights if weight], size)
+  if content is None:
+    return None if weights is None else blending.weighted_blend([weight for weight in weights if weight], size)
+  try:
+    blending.normalized(content["weights"])  # refuses what is no weight
+    if content["size"] is None:
+      return blending.whole_blend([int(weight) for weight in content["weights"]], None)
+    return blending.BlendRequest(np.array(content["weights"], np.float64), int(content["size"]))
+  except (KeyError, TypeError, ValueError, OverflowError) as error:
+    raise orders.damaged(start + "description.txt", error) from error
 
 
 def _wrong_draw(start: str, arrays, request: blending.BlendRequest) -> list[str]:

@@ -34,15 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict:
   """Compares the orders or blends that two paths name."""
-  from maxtext.input_pipeline.mmap_cli import blends
+  from maxtext.input_pipeline._mmap_files import MMapError
+  from maxtext.input_pipeline.mmap_cli import blends, orders
 
-  paths = (options.a, options.b)
+  paths = (orders.local(options.a), orders.local(options.b))
   starts = [blends.pairs_in(path) if os.path.isdir(path) else [] for path in paths]
   if all(starts):
     return _compare_blends(paths, [_only(found, path) for found, path in zip(starts, paths, strict=True)])
-  from maxtext.input_pipeline.mmap_cli import orders
-
-  return _compare(orders.find(options.a), orders.find(options.b))
+  for path, start in zip(paths, starts, strict=True):
+    if start and not orders.names_in(path):
+      raise MMapError(f"{path} is the folder of a blend and the other is not; name one of its dataset_... folders.")
+  return _compare(orders.find(paths[0]), orders.find(paths[1]))
 
 
 def _only(starts: list[str], path: str) -> str:

@@ -31,7 +31,7 @@ _READ = 1 << 24  # bytes of .bin at a time
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add("paths", nargs="+", metavar="PREFIX", help="dataset without .bin and .idx, folder of datasets, or several by ':'")
+  add("paths", nargs="+", metavar="PREFIX", help="dataset, with .idx or .bin or without; folder; several by ':'")
   add("--eod-id", type=console.not_negative, metavar="ID", help="token that should end documents; default: ask the data")
   add(
       "--documents",
@@ -83,7 +83,7 @@ def _find(paths: list[str]) -> tuple[list[str], list[str]]:
         found = []
         problems.append(console.sentence(error))
     else:
-      found = [path]
+      found = [os.path.splitext(path)[0] if path.endswith((".idx", ".bin")) and os.path.isfile(path) else path]
     prefixes += found
   return list(dict.fromkeys(prefixes)), problems
 

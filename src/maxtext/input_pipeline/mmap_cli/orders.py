@@ -21,6 +21,8 @@ from maxtext.input_pipeline._mmap_files import MMapError, MMapFileNotFoundError
 BRANCH, RELEASE, MEGATRON, UNKNOWN = "this branch", "the release", "Megatron", "unknown"
 _ENDS = (*(f"-{array}.npy" for array in cache.ARRAYS), "-metadata.json", "-description.txt")
 
+_PAIR_ENDS = ("dataset_index.npy", "dataset_sample_index.npy")
+
 
 @dataclasses.dataclass(frozen=True)
 class Order:
@@ -92,6 +94,15 @@ class Order:
     )
 
 
+def local(folder: str) -> str:
+  """Returns a folder itself, or for a URL a copy of its index files on this machine."""
+  if "://" not in folder:
+    return folder
+  from maxtext.input_pipeline import _mmap_remote as remote
+
+  return cache.local_folder(folder, [name for name in remote.list_names(folder) if name.endswith((*_ENDS, *_PAIR_ENDS))])
+
+
 def names_in(folder: str) -> list[str]:
   """Returns the names of the orders of a folder, also of those that lack a file.
 
@@ -104,13 +115,17 @@ def names_in(folder: str) -> list[str]:
   return sorted(name for name in found if "BlendedDataset" not in name and not name.startswith("."))
 
 
+def description_path(folder: str, name: str) -> str:
+  return os.path.join(folder, f"{name}-description.txt")
+
+
 def open_order(folder: str, name: str) -> Order:
   """Reads what an order says of itself.
 
   Raises:
     MMapError: if its JSON is damaged.
   """
-  description, metadata = os.path.join(folder, f"{name}-description.txt"), cache.metadata_path(folder, name)
+  description, metadata = description_path(folder, name), cache.metadata_path(folder, name)
   if os.path.isfile(description):
     return _megatron(folder, name, read_json(description))
   if not os.path.isfile(metadata):
@@ -144,8 +159,11 @@ def _branch(folder: str, name: str, content: dict[str, Any]) -> Order:
         "add_extra_token": int(built["add_extra_token"]),
     }
     datasets = tuple(str(dataset["digest"]) for dataset in built["datasets"])
-  except (KeyError, TypeError, ValueError) as error:
-    raise _damaged(cache.metadata_path(folder, name), error) from error
+    counts = [int(dataset[key]) for dataset in built["datasets"] for key in ("sequences", "tokens")]
+    if not counts:
+      raise ValueError("no dataset")
+  except (KeyError, TypeError, ValueError, OverflowError) as error:
+    raise damaged(cache.metadata_path(folder, name), error) from error
   return Order(folder, name, BRANCH, settings, datasets, content)
 
 
@@ -160,13 +178,13 @@ def _release(folder: str, name: str, content: dict[str, Any]) -> Order:
         "add_extra_token": int(content["add_extra_token"]),
     }
     datasets = tuple(map(str, content["input_paths"]))
-  except (KeyError, TypeError, ValueError) as error:
-    raise _damaged(cache.metadata_path(folder, name), error) from error
+  except (KeyError, TypeError, ValueError, OverflowError) as error:
+    raise damaged(cache.metadata_path(folder, name), error) from error
   return Order(folder, name, RELEASE, settings, datasets, content)
 
 
 def _megatron(folder: str, name: str, content: dict[str, Any]) -> Order:
-  path = os.path.join(folder, f"{name}-description.txt")
+  path = description_path(folder, name)
   try:
     samples, split = content["num_samples"], content["split"]
     settings = {
@@ -179,12 +197,13 @@ def _megatron(folder: str, name: str, content: dict[str, Any]) -> Order:
         "add_extra_token": 1,
     }
     datasets = (str(content["dataset_path"]),)
-  except (KeyError, TypeError, ValueError) as error:
-    raise _damaged(path, error) from error
+  except (KeyError, TypeError, ValueError, OverflowError) as error:
+    raise damaged(path, error) from error
   return Order(folder, name, MEGATRON, settings, datasets, content)
 
 
-def _damaged(path: str, error: Exception) -> MMapError:
+def damaged(path: str, error: Exception) -> MMapError:
+  """The error for a JSON that lacks something or has it in another form."""
   return MMapError(f"{path} does not say what an order was built from ({type(error).__name__}: {error}); build it again.")
 
 
@@ -194,6 +213,7 @@ def find(path: str) -> Order:
   Raises:
     MMapError: if there is none, or several could be meant.
   """
+  path = local(path)
   if os.path.isdir(path):
     folder, names = path, names_in(path)
   else:

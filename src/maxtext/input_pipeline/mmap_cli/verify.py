@@ -39,12 +39,11 @@ def run(options: argparse.Namespace) -> dict:
   from maxtext.input_pipeline.mmap_cli import blends, candidates, orders
 
   datasets = candidates.open_all(options.paths)
-  weights = _weights(options)
-  names = orders.names_in(options.folder)  # an error if it is no folder
-  chosen = [(options.folder, name) for name in names]
-  chosen += [(child, name) for child in blends.child_folders(options.folder) for name in orders.names_in(child)]
+  weights, root = _weights(options), orders.local(options.folder)
+  chosen = [(root, name) for name in orders.names_in(root)]
+  chosen += [(child, name) for child in blends.child_folders(root) for name in orders.names_in(child)]
   chosen = [(folder, name) for folder, name in chosen if name.startswith(options.name or "")]
-  pairs = [] if options.name else blends.pairs_in(options.folder)
+  pairs = [] if options.name else blends.pairs_in(root)
   if not chosen and not pairs:
     raise MMapFileNotFoundError(f"{options.folder} holds no index files{' of that name' if options.name else ''}.")
   found = [_check(folder, name, datasets) for folder, name in chosen]
@@ -113,10 +112,10 @@ def _difference_text(difference: dict) -> str:
 def _provenance(order, description) -> list[str]:
   """Returns the problems of what the files say beside the arrays."""
   from maxtext.input_pipeline import _mmap_index_cache as cache
-  from maxtext.input_pipeline.mmap_cli import orders
+  from maxtext.input_pipeline.mmap_cli import blends, orders
 
   if order.maker == orders.MEGATRON:
-    return []
+    return blends.misnamed(orders.description_path(order.folder, order.name))
   path = cache.metadata_path(order.folder, order.name)
   if order.maker == orders.RELEASE:
     return _release_provenance(order, path)
