@@ -125,11 +125,15 @@ def test_every_problem_at_once(preflight, data):
     grain_eval_files="npy/5|other",
     mmap_npy_split="'999,1'",
     mmap_eod_id=VOCAB,
+    expansion_factor_real_data=2,
+    mmap_npy_start_sample=-3,
     base_output_directory="out",
   )
   text = "\n".join(facts["problems"])
   for words in (
     f"mmap_eod_id is {VOCAB}, outside the vocabulary",
+    "expansion_factor_real_data is 2",
+    "mmap_npy_start_sample is -3; expected 0 or more",
     f"other: none of 20 documents ends with mmap_eod_id={VOCAB}",
     "b.bin is truncated",
     "found neither gone.idx nor gone.bin",

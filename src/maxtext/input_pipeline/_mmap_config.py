@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import math
 
 from maxtext.input_pipeline._mmap_files import MMapError
@@ -62,82 +63,93 @@ def validate(config) -> None:
   Raises:
     MMapError: one sentence about the first key that cannot be used.
   """
-  _check_modes(config)
-  _check_files(config, "grain_train_files")
+  for problem in problems(config):
+    raise MMapError(problem)
+
+
+def problems(config) -> Iterator[str]:
+  """Yields a sentence about each key that cannot be used; no file is looked at."""
+  yield from _of_modes(config)
+  yield from _of_files(config, "grain_train_files")
   if config.eval_interval > 0:
-    _check_files(config, "grain_eval_files")
+    yield from _of_files(config, "grain_eval_files")
   for key in ("mmap_npy_num_samples", "mmap_npy_num_eval_samples", "mmap_npy_start_sample", "mmap_npy_blend_margin"):
     if not 0 <= getattr(config, key) < math.inf:
-      raise MMapError(f"{key} is {getattr(config, key)}; expected 0 or more.")
-  _check_file_type_keys(config)
-  _check_split(config)
+      yield f"{key} is {getattr(config, key)}; expected 0 or more."
+  yield from _of_file_type(config)
+  yield from _of_split(config)
 
 
-def _check_file_type_keys(config) -> None:
-  """Refuses keys of Megatron's order where the file type has no such order."""
+def _of_file_type(config) -> Iterator[str]:
+  """Keys of Megatron's order where the file type has no such order."""
   if config.grain_file_type == "mmap_npy":
     return
   for key in ("mmap_npy_num_samples", "mmap_npy_num_eval_samples", "mmap_npy_start_sample", "mmap_npy_split"):
     if getattr(config, key):
-      raise MMapError(f"{key} is set, but grain_file_type=mmap has no such order; use mmap_npy, or leave the key out.")
+      yield f"{key} is set, but grain_file_type=mmap has no such order; use mmap_npy, or leave the key out."
 
 
-def _check_split(config) -> None:
+def _of_split(config) -> Iterator[str]:
   from maxtext.input_pipeline import _mmap_index_utils as index_utils
 
   if config.mmap_npy_split:
     try:
       shares = index_utils.parse_split(config.mmap_npy_split)
     except MMapError as error:
-      raise MMapError(f"mmap_npy_split: {error}") from None
+      yield f"mmap_npy_split: {error}"
+      return
     for index, needed in enumerate((True, config.eval_interval > 0)):
       if needed and not shares[index]:
         part, reader = index_utils.SPLIT_NAMES[index], ("training", "evaluation")[index]
-        raise MMapError(
+        yield (
             f"mmap_npy_split is {config.mmap_npy_split!r} and gives the {part} part nothing, but {reader} reads it; "
             "give it a share."
         )
 
 
-def _check_modes(config) -> None:
-  """Refuses what would read the data in another way than Megatron's order allows."""
+def _of_modes(config) -> Iterator[str]:
+  """What would read the data in another way than Megatron's order allows."""
   for key in _MODES:
     if getattr(config, key, False):
-      raise MMapError(f"{key} is true, which grain_file_type={config.grain_file_type} does not support; set it to false.")
+      yield f"{key} is true, which grain_file_type={config.grain_file_type} does not support; set it to false."
   if config.expansion_factor_real_data not in (-1, 0, 1):
-    raise MMapError(
+    yield (
         f"expansion_factor_real_data is {config.expansion_factor_real_data}; with Megatron datasets every host loads its "
         "own data, leave it at -1."
     )
   if config.max_target_length < 1:
-    raise MMapError(f"max_target_length is {config.max_target_length}; expected the tokens of a sample, 1 or more.")
+    yield f"max_target_length is {config.max_target_length}; expected the tokens of a sample, 1 or more."
   if not 0 <= config.data_shuffle_seed < 2**32:
-    raise MMapError(f"data_shuffle_seed is {config.data_shuffle_seed}; expected 0 to {2**32 - 1}.")
+    yield f"data_shuffle_seed is {config.data_shuffle_seed}; expected 0 to {2**32 - 1}."
   if config.mmap_eod_id < 0:
-    raise MMapError(f"mmap_eod_id is {config.mmap_eod_id}; expected the token id that preprocessing appended, 0 or more.")
+    yield f"mmap_eod_id is {config.mmap_eod_id}; expected the token id that preprocessing appended, 0 or more."
   if config.mmap_eod_id >= config.vocab_size:
-    raise MMapError(
+    yield (
         f"mmap_eod_id is {config.mmap_eod_id}, outside the vocabulary (vocab_size={config.vocab_size}); set the id that "
         "preprocessing appended, or the vocabulary's size."
     )
 
 
-def _check_files(config, key: str) -> None:
-  """Checks what a key says of datasets, without a look at the files."""
+def _of_files(config, key: str) -> Iterator[str]:
+  """What a key says of datasets."""
   from maxtext.input_pipeline import _mmap_datasource as datasource  # here, since every run imports this module
 
   text = getattr(config, key)
-  if config.grain_file_type == "mmap":
-    from maxtext.input_pipeline import _mmap_window_rows as window_rows
+  try:
+    if config.grain_file_type == "mmap":
+      from maxtext.input_pipeline import _mmap_window_rows as window_rows
 
-    window_rows.check_mmap_files(key, text)
+      window_rows.check_mmap_files(key, text)
+      return
+    mixture = datasource.parse_mixture(text, key)
+    for entry in mixture.entries:
+      datasource.parse_npy_entry(entry, key)
+  except MMapError as error:
+    yield str(error)
     return
-  mixture = datasource.parse_mixture(text, key)
-  for entry in mixture.entries:
-    datasource.parse_npy_entry(entry, key)
   samples = train_samples(config) if key == "grain_train_files" else eval_samples(config)
   if mixture.weights is not None and samples is None:
-    raise MMapError(
+    yield (
         f"{key} is a blend with weights, and eval_steps is {config.eval_steps}; set eval_steps or "
         "mmap_npy_num_eval_samples, since the blend needs a size."
     )

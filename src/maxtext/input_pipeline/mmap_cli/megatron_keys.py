@@ -249,8 +249,8 @@ def _to_set(arguments: Arguments, data: MegatronData, eod_id: int | None, device
     yield "mmap_eod_id: the token that preprocessing appended with --append-eod (its default in the base config is 2)."
   if devices is None:
     yield (
-        f"per_device_batch_size: {data.global_batch_size} divided by the devices; with gradient_accumulation_steps, divide "
-        "by them too, and set eval_per_device_batch_size, which they do not change."
+        f"per_device_batch_size: {data.global_batch_size} divided by the devices; with gradient_accumulation_steps, by "
+        "these too, and eval_per_device_batch_size, which they do not change."
     )
   if _padded_vocabulary(arguments) is None:
     yield "vocab_size: the padded one of the Megatron run, which it logs at the start."

@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> dict:
 
 def _read_config(options: argparse.Namespace, findings):
   """Returns the config; one that is refused is read again without its checks of data, so that more problems are found."""
+  from maxtext.input_pipeline import _mmap_config
   from maxtext.input_pipeline._mmap_files import MMapError
 
   try:
@@ -72,9 +73,12 @@ def _read_config(options: argparse.Namespace, findings):
   except MMapError as error:
     findings.problem(error)
     try:
-      return run_config.read(options, dataset_type="synthetic")
+      config = run_config.read(options, dataset_type="synthetic")
     except MMapError:
       return None
+    for problem in _mmap_config.problems(config):
+      findings.problem(problem)
+    return config
   if config.dataset_type != "grain":
     found = config.dataset_type.value
     raise MMapError(f"{options.config} has dataset_type={found}; a run on Megatron datasets needs dataset_type=grain.")
