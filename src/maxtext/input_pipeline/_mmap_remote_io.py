@@ -332,7 +332,7 @@ def _read_once(found, path: str, file: RemoteFile, begin: int, end: int, reply: 
 async def _read_s3(found, path: str, tag: str, begin: int, end: int) -> bytes:
   """Reads from S3 on the condition that the entity tag is the one that was seen, which `cat_file` cannot say."""
   bucket, key, version = found.split_path(path)
-  condition = {"IfMatch": tag} if tag else {}
+  condition = {"IfMatch": tag} if tag.startswith('"') else {}  # else it is a time: some servers give no tags
   if version:
     condition["VersionId"] = version
   reply = await found._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", **condition)
