@@ -171,6 +171,16 @@ def test_d7_weight_zero_is_neither_opened_nor_counted(settings, two):
   assert samples_of(stream.source) == samples_of(open_stream(settings(two, num_samples=100)).source)
 
 
+@pytest.mark.parametrize("small, share", [("1e-300", 0), ("5e-324", 0), ("1e-10", 2)])
+def test_d7_a_weight_that_vanishes_beside_the_others(settings, tmp_path, small, share):
+  text = f"{{npy}}|{write(tmp_path / 'a')},{small};{{npy}}|{write(tmp_path / 'b')},{'1' if share else '1e300'}"
+  if share:
+    assert open_stream(settings(text)).children[0].requested == share
+    return
+  message = refusal(open_stream, settings(text))
+  assert f"grain_train_files: the weight {small} of entry 0 is nothing beside a total of 1e+300" in message
+
+
 def test_a_blend_of_one_dataset_is_a_blend(settings, two):
   """As Megatron's --data-path 1.0 PREFIX: the child is asked for the margin too."""
   stream = open_stream(settings("{npy}|{data}/a,1;", num_samples=1000))
@@ -184,7 +194,8 @@ def test_a_blend_without_weights_reads_every_sample_of_one_epoch(settings, two):
   assert lengths == [8, 7] and len(stream) == 15 and [child.requested for child in stream.children] == [None, None]
   assert sorted(samples_of(stream.source)) == sorted(sum((samples_of(child.source) for child in stream.children), []))
   assert len(open_stream(settings(text, num_samples=6))) == 6 and len(open_stream(settings(text, num_samples=99))) == 15
-  assert "has 15, but the run reads 99" in refusal(open_stream, settings(text, num_samples=99, needed=99))
+  message = refusal(open_stream, settings(text, num_samples=99, needed=99))
+  assert "has 15, but the run reads 99; lower steps, or give the datasets weights to read them more than once" in message
 
 
 def test_a_blend_is_loaded_before_it_is_drawn(settings, two, tmp_path):
@@ -274,9 +285,11 @@ def test_many_shards_are_kept_short(settings, tmp_path):
 def test_a_stream_that_is_too_short_names_the_key_to_change(settings, tmp_path):
   write(tmp_path / "a")
   message = refusal(open_stream, settings("{npy}|{data}/a", num_samples=8, needed=9))
-  assert "grain_train_files: the order of 8 samples that was asked for has 8, but the run reads 9; raise mmap" in message
+  assert "grain_train_files: the order of 8 samples that was asked for has 8, but the run reads 9; lower steps" in message
+  assert message.endswith("or raise mmap_npy_num_samples.")
   evaluation = dataclasses.replace(settings("{npy}|{data}/a", num_samples=8, needed=9), key="grain_eval_files")
-  assert "lower eval_steps or eval_per_device_batch_size" in refusal(open_stream, evaluation)
+  message = refusal(open_stream, evaluation)
+  assert message.endswith("lower eval_steps or eval_per_device_batch_size, or raise mmap_npy_num_eval_samples.")
 
 
 def test_reports_name_the_child(settings, two):

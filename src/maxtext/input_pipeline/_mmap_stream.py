@@ -169,6 +169,7 @@ def plan_children(settings: StreamSettings) -> tuple[list[PlannedChild], datasou
           "mmap_npy_num_eval_samples."
       )
     shares = utils._normalize_weights([mixture.weights[number] for number in mixture.used])
+    _check_shares(settings, mixture, shares)
     requested = list(utils.compute_blend_buffers(settings.num_samples, shares, settings.blend_margin))
   elif mixture.mixed:
     requested = [None] * len(mixture.entries)
@@ -178,6 +179,16 @@ def plan_children(settings: StreamSettings) -> tuple[list[PlannedChild], datasou
     weight = mixture.weights[number] if mixture.weights is not None else None
     planned.append(PlannedChild(number, weight, npy_dir, tuple(paths), count))
   return planned, mixture
+
+
+def _check_shares(settings: StreamSettings, mixture: datasource.Mixture, shares: list[float]) -> None:
+  """Raises MMapError for a weight that vanishes beside the others: 1e-300 of 1e300 is a share of 0."""
+  for number, share in zip(mixture.used, shares, strict=True):
+    if not share and mixture.weights is not None:
+      raise MMapError(
+          f"{settings.key}: the weight {mixture.weights[number]} of entry {number} is nothing beside a total of "
+          f"{sum(mixture.weights)}; give it a larger weight, or 0 to leave the entry out."
+      )
 
 
 def plan_blend(settings: StreamSettings, planned: list[PlannedChild], lengths: list[int]) -> blending.BlendRequest:
@@ -232,17 +243,20 @@ def open_stream(settings: StreamSettings, write: bool | None = None, progress: C
     )
   stream = Stream(settings, source, children, blend, describe_order(settings, children, blend, len(source)))
   if len(stream) < settings.needed:
-    raise MMapError(_too_short(settings, len(stream)))
+    raise MMapError(_too_short(settings, len(stream), blend is not None and planned[0].weight is None))
   return stream
 
 
-def _too_short(settings: StreamSettings, available: int) -> str:
-  advice = "raise mmap_npy_num_samples or lower steps"
-  if settings.key == "grain_eval_files":
-    advice = "lower eval_steps or eval_per_device_batch_size, or evaluate on more data"
+def _too_short(settings: StreamSettings, available: int, whole: bool) -> str:
+  training = settings.key == "grain_train_files"
+  fewer = "lower steps" if training else "lower eval_steps or eval_per_device_batch_size"
+  if whole:
+    more = f"give the datasets weights to read them more than once, or {'train' if training else 'evaluate'} on more data"
+  else:
+    more = f"raise {'mmap_npy_num_samples' if training else 'mmap_npy_num_eval_samples'}"
   return (
       f"{settings.key}: the order of {settings.num_samples or 'all'} samples that was asked for has {available}, but the "
-      f"run reads {settings.needed}; {advice}."
+      f"run reads {settings.needed}; {fewer}, or {more}."
   )
 
 
