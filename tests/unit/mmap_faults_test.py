@@ -23,6 +23,7 @@ from maxtext.input_pipeline._megatron_blending import MegatronBlendedDataSource
 from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
 from maxtext.input_pipeline._mmap_files import MMapError, MMapReadError
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapIndexedDataset
+from maxtext.input_pipeline._mmap_windows import Shard, TokenStream
 
 SCRIPTS = Path(__file__).parents[1] / "faults"
 ROUNDS = int(os.environ.get("FAULT_ROUNDS", "3"))
@@ -130,6 +131,24 @@ def test_a_truncated_pair_of_blend_indices_is_named(tmp_path, open_source, numbe
   os.truncate(path, 0 if not left else os.path.getsize(path) + left)
   with pytest.raises(MMapReadError, match=f"{path} was truncated while it is in use"):
     blend.read_rows(range(2_900))
+
+
+@needs_guard
+@pytest.mark.parametrize("left", [0, PAGE, -8])
+def test_windows_over_a_file_with_gaps_name_it(dataset, left):
+  pointers = MMapIndexedDataset(dataset).pointers + np.arange(1_500) * 2  # a token between sequences
+  with open(dataset + ".idx", "r+b") as file:
+    file.seek(MMapIndexedDataset(dataset).header.offsets_at)
+    file.write(pointers.astype("<i8").tobytes())
+  with open(dataset + ".bin", "ab") as file:
+    file.write(bytes(2 * 1_500))
+  stream = TokenStream([Shard.of(MMapIndexedDataset(dataset))])
+  out = np.empty((375, 16), np.int32)
+  stream.read(range(0, 6_000, 16), out)
+  path = dataset + ".idx"
+  os.truncate(path, left if left >= 0 else os.path.getsize(path) + left)
+  with pytest.raises(MMapError, match=r"data\.idx was (truncated while it is in use|changed since the run opened it)"):
+    stream.read(range(0, 6_000, 16), out)
 
 
 @needs_guard

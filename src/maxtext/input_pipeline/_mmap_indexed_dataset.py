@@ -327,7 +327,9 @@ class MMapIndexedDataset:
       tokens += int(sizes.sum(dtype=np.int64))
       longest, shortest = max(longest, int(sizes.max())), min(shortest, least)
       end = int(ends[-1]) if contiguous else max(end, int(ends.max()))
-    return IndexFacts(tokens, longest, shortest if len(self) else 0, end, contiguous, self._longest_document() > 1)
+    facts = IndexFacts(tokens, longest, shortest if len(self) else 0, end, contiguous, self._longest_document() > 1)
+    _mmap_guard.check([self.tail])
+    return facts
 
   def _longest_document(self) -> int:
     """Returns the most sequences in a document, checking that the document index never decreases."""

@@ -161,6 +161,7 @@ class TokenStream:
       if piece:
         yield int(dataset.pointers[row]) + offset * itemsize, piece
       row, offset, count = row + 1, 0, count - piece
+    _mmap_guard.check([dataset.tail])
 
   def _table(self, number: int) -> np.ndarray:
     """Returns the first token of every `_BLOCK`-th sequence, int64; a file with gaps needs it to find a token."""
