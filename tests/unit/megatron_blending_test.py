@@ -227,11 +227,11 @@ def test_a_missing_pair_and_several_pairs_are_named(folder, log):
 def test_one_pair_of_any_name_is_found_and_megatrons_by_its_split(folder):
   library.open_pair(REQUEST, ENOUGH, cache_dir=folder)
   paths = library.pair_paths(folder, REQUEST.name)
-  assert library.find_pair(folder, "train") == paths
+  assert library.find_pair(folder, "train", REQUEST) == paths
   for split in ("train", "valid"):
     for path, array in zip(paths, library.ARRAYS, strict=True):
       shutil.copy(path, f"{folder}/0123-BlendedDataset-{split}-{array}.npy")
-  assert library.find_pair(folder, "valid")[0] == f"{folder}/0123-BlendedDataset-valid-dataset_index.npy"
+  assert library.find_pair(folder, "valid", REQUEST)[0] == f"{folder}/0123-BlendedDataset-valid-dataset_index.npy"
 
 
 def test_d7_a_dataset_that_has_too_few_samples(folder):

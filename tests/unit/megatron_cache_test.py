@@ -18,6 +18,7 @@ from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline import _mmap_megatron_cache as megatron
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest, StaleIndexError
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
+from maxtext.input_pipeline._mmap_stream import StreamSettings, open_stream
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "megatron_cache"
 CONTENT = json.loads((GOLDEN / "builds.json").read_text(encoding="utf-8"))
@@ -393,3 +394,29 @@ def test_a_pair_with_a_missing_half(folder):
 
 def test_a_folder_without_pairs(tmp_path):
   assert find_blend(str(tmp_path), WEIGHTED, "train") == megatron.Found(None, "")
+
+
+# A run on it.
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_run_keeps_the_very_arrays_that_megatron_trained_on(folder, datasets, caplog, moved):
+  """Both children and the blend; in a folder of descriptions and arrays alone, as Megatron left it."""
+  if moved:
+    folder = shutil.move(folder, folder + "-elsewhere")
+  before = {path.name for path in Path(folder).iterdir()}
+  files = ";".join(f"{folder}|{prefix},{weight}" for prefix, weight in zip(datasets, (0.7, 0.3), strict=True))
+  settings = StreamSettings(files, 16, EOD, 1234, 61, split="8,2", blend_index_dir=folder)
+  stream = open_stream(settings)
+  assert [child.index.found for child in stream.children] == [True, True] and stream.source.pair.found
+  paths = [path for child in stream.children for path in child.index.paths] + list(stream.source.pair.paths)
+  assert all("Dataset-train-" in path for path in paths) and not caplog.records
+  assert {path.name for path in Path(folder).iterdir()} == before | {"stamps.json"}
+  assert open_stream(settings).order == stream.order
+
+
+def test_a_run_with_other_settings_says_so_and_builds(folder, datasets, caplog):
+  stream = open_stream(StreamSettings(f"{folder}|{datasets[0]}", 16, EOD, 4321, 43, split="8,2"))
+  assert not stream.children[0].index.found
+  (message,) = [record.getMessage() for record in caplog.records if "Megatron's" in record.getMessage()]
+  assert "description.txt has random_seed 1234, and this run asks for 4321; building the indices" in message

@@ -25,6 +25,7 @@ from maxtext.input_pipeline import _mmap_guard
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline import _mmap_index_utils as utils
+from maxtext.input_pipeline import _mmap_megatron_cache as megatron
 from maxtext.input_pipeline._mmap_files import MMapError
 
 log = logging.getLogger(__name__)
@@ -176,15 +177,21 @@ def pair_paths(folder: str, name: str | None = None) -> tuple[str, ...]:
   return tuple(os.path.join(folder, f"{name}-{array}.npy" if name else f"{array}.npy") for array in ARRAYS)
 
 
-def find_pair(folder: str, split: str) -> tuple[str, ...] | None:
-  """Finds the pair of a folder: the fixed names, else Megatron's pair of this split, else the only pair there.
+def find_pair(folder: str, split: str, request: BlendRequest) -> tuple[str, ...] | None:
+  """Finds the pair of a folder: the fixed names, else what Megatron's descriptions name, else the only pair there.
 
   Raises:
-    MMapError: if several pairs could be meant.
+    MMapError: if several pairs could be meant, or Megatron's are of other blends.
   """
   fixed = pair_paths(folder)
   if all(map(os.path.isfile, fixed)):
     return fixed
+  sizes = None if request.sizes is None else request.sizes.tolist()
+  megatrons = megatron.find_blend(folder, split, request.weights.tolist(), request.size, sizes)
+  if megatrons.paths:
+    return megatrons.paths
+  if megatrons.reason:
+    raise MMapError(f"Megatron's {megatrons.reason}.")
   ends = [f"-{array}.npy" for array in ARRAYS]
   starts = [path.removesuffix(ends[0]) for path in sorted(glob.glob(os.path.join(glob.escape(folder), f"*{ends[0]}")))]
   pairs = [start for start in starts if os.path.isfile(start + ends[1])]
@@ -275,7 +282,7 @@ def _look(folder: str, fixed: bool, request, split, write) -> tuple[Pair, list[i
   """Loads a pair from a folder; says why if it does not."""
   try:
     local = _local_pair_folder(folder, None if fixed else request.name)
-    paths = find_pair(local, split) if fixed else pair_paths(local, request.name)
+    paths = find_pair(local, split, request) if fixed else pair_paths(local, request.name)
     if paths is None:
       log.warning("%s holds no pair of blend indices (dataset_index.npy and dataset_sample_index.npy).", folder)
       return None
@@ -302,8 +309,12 @@ def _local_pair_folder(folder: str, name: str | None) -> str:
     return folder
   from maxtext.input_pipeline import _mmap_remote as remote  # pylint: disable=import-outside-toplevel
 
-  wanted = pair_paths("", name) if name else [n for n in remote.list_names(folder) if n.endswith("_index.npy")]
+  wanted = pair_paths("", name) if name else [n for n in remote.list_names(folder) if _is_of_pair(n)]
   return cache.local_folder(folder, [os.path.basename(path) for path in wanted])
+
+
+def _is_of_pair(name: str) -> bool:
+  return name.endswith(tuple(f"{array}.npy" for array in ARRAYS)) or megatron.is_description(name)
 
 
 def _save_pair(paths: Sequence[str], arrays: Sequence[np.ndarray], request: BlendRequest, counts: list[int]) -> None:

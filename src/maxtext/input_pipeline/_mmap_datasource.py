@@ -16,51 +16,52 @@ from typing import NamedTuple
 import grain.python as grain
 import numpy as np
 
+from maxtext.input_pipeline import _mmap_guard
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline._mmap_files import FileIdentity
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, resolve_shard_prefixes, split_paths
 from maxtext.input_pipeline._mmap_indexed_dataset import (
-  DESCRIPTORS,
-  DTYPE_CODES,
-  DTYPE_CODES_INV,
-  MMAP_INDEX_HEADER_SIZE,
-  MMAP_INDEX_MAGIC,
-  MMAP_INDEX_MAGIC_LEN,
-  MMAP_INDEX_VERSION,
-  MMapError,
-  MMapIndexedDataset,
+    DESCRIPTORS,
+    DTYPE_CODES,
+    DTYPE_CODES_INV,
+    MMAP_INDEX_HEADER_SIZE,
+    MMAP_INDEX_MAGIC,
+    MMAP_INDEX_MAGIC_LEN,
+    MMAP_INDEX_VERSION,
+    MMapError,
+    MMapIndexedDataset,
 )
 from maxtext.input_pipeline._mmap_shards import Piece, ShardedDataset
 from maxtext.input_pipeline._mmap_windows import (
-  MMapIndexedDataSource,
-  MMapSampleIndexDataSource,
-  MultiShardMMapIndexedDataSource,
-  create_mmap_source,
-  get_mmap_dataset,
+    MMapIndexedDataSource,
+    MMapSampleIndexDataSource,
+    MultiShardMMapIndexedDataSource,
+    create_mmap_source,
+    get_mmap_dataset,
 )
 
 __all__ = [
-  "DTYPE_CODES",
-  "DTYPE_CODES_INV",
-  "MMAP_INDEX_HEADER_SIZE",
-  "MMAP_INDEX_MAGIC",
-  "MMAP_INDEX_MAGIC_LEN",
-  "MMAP_INDEX_VERSION",
-  "MMapDatasetConfig",
-  "MMapIndexedDataSource",
-  "MMapIndexedDataset",
-  "MMapSampleIndexDataSource",
-  "MegatronNpyDataSource",
-  "Mixture",
-  "MultiShardMMapIndexedDataSource",
-  "create_mmap_npy_source",
-  "create_mmap_source",
-  "get_mmap_dataset",
-  "get_mmap_npy_dataset",
-  "parse_mixture",
-  "parse_npy_entry",
+    "DTYPE_CODES",
+    "DTYPE_CODES_INV",
+    "MMAP_INDEX_HEADER_SIZE",
+    "MMAP_INDEX_MAGIC",
+    "MMAP_INDEX_MAGIC_LEN",
+    "MMAP_INDEX_VERSION",
+    "MMapDatasetConfig",
+    "MMapIndexedDataSource",
+    "MMapIndexedDataset",
+    "MMapSampleIndexDataSource",
+    "MegatronNpyDataSource",
+    "Mixture",
+    "MultiShardMMapIndexedDataSource",
+    "create_mmap_npy_source",
+    "create_mmap_source",
+    "get_mmap_dataset",
+    "get_mmap_npy_dataset",
+    "parse_mixture",
+    "parse_npy_entry",
 ]
 
 log = logging.getLogger(__name__)
@@ -181,18 +182,18 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   """
 
   def __init__(
-    self,
-    npy_dir: str,
-    bin_paths: str | list[str],
-    eod_id: int,
-    seq_length: int,
-    split_sentences: bool = False,
-    expected_hash: str | None = None,
-    prebuilt_indices: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
-    *,
-    request: IndexRequest | None = None,
-    write: bool | None = None,
-    progress=None,
+      self,
+      npy_dir: str,
+      bin_paths: str | list[str],
+      eod_id: int,
+      seq_length: int,
+      split_sentences: bool = False,
+      expected_hash: str | None = None,
+      prebuilt_indices: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+      *,
+      request: IndexRequest | None = None,
+      write: bool | None = None,
+      progress=None,
   ):
     self.dataset = ShardedDataset(bin_paths)
     self._seq_length, self._eod_id = seq_length, eod_id
@@ -217,15 +218,16 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   def _set_arrays(self, stored: cache.StoredArrays) -> None:
     self._stored = stored
     self._document_index, self._sample_index, self._shuffle_index = stored.arrays
+    self._tails = (*stored.tails, self.dataset.shards[0].tail)
 
   def _check_layout(self, split_sentences: bool, facts) -> None:
     for shard, fact in zip(self.dataset.shards, facts, strict=True):
       head = shard.header
       if fact["sentence_split"] and not split_sentences:
         raise MMapError(
-          f"{shard.path_prefix}.idx has documents of several sequences ({head.num_sequences} sequences in "
-          f"{head.num_documents} documents), as --split-sentences makes them; set mmap_split_sentences=true if that is "
-          "meant."
+            f"{shard.path_prefix}.idx has documents of several sequences ({head.num_sequences} sequences in "
+            f"{head.num_documents} documents), as --split-sentences makes them; set mmap_split_sentences=true if that is "
+            "meant."
         )
       stray = shard.bin_file.size - fact["end"]
       if stray:
@@ -237,13 +239,13 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
     tokens = [int(token[0]) for token in self.dataset.read(pieces)]
     if tokens and self._eod_id not in tokens:
       log.warning(
-        "NO EOD TOKEN FOUND: none of %d documents of %s ends with mmap_eod_id=%d (the first ends with %d), so "
-        "documents are not separated. Set mmap_eod_id to the token that preprocessing wrote, or preprocess with "
-        "--append-eod.",
-        len(tokens),
-        self.dataset.name,
-        self._eod_id,
-        tokens[0],
+          "NO EOD TOKEN FOUND: none of %d documents of %s ends with mmap_eod_id=%d (the first ends with %d), so "
+          "documents are not separated. Set mmap_eod_id to the token that preprocessing wrote, or preprocess with "
+          "--append-eod.",
+          len(tokens),
+          self.dataset.name,
+          self._eod_id,
+          tokens[0],
       )
 
   def _document_ends(self, split_sentences: bool) -> list[Piece]:
@@ -268,7 +270,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
     tokens = sum(lengths) - offset + end
     if len(self._shuffle_index) > 1 and tokens != self._seq_length:
       raise MMapError(
-        f"{where}: the indices were built for a sequence length of {tokens}, not {self._seq_length}; build them again."
+          f"{where}: the indices were built for a sequence length of {tokens}, not {self._seq_length}; build them again."
       )
 
   def _length(self, sequence: int) -> int:
@@ -293,37 +295,45 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
       position += len(self)
     if not 0 <= position < len(self):
       raise IndexError(f"sample {index} of {len(self)}")
-    return int(self._shuffle_index[position])
+    sample = int(self._shuffle_index[position])
+    if not 0 <= sample < len(self._sample_index) - 1:
+      self._refuse_place(sample, IndexError(f"there are {len(self._sample_index) - 1} samples"))
+    return sample
 
   def read_rows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
     """Reads several elements, int32[len(indices), seq_length + 1]."""
-    samples = [self._sample(index) for index in indices]
     shards = self.dataset.shards
-    if len(shards) == 1 and not getattr(shards[0], "is_remote", False):
-      return self._read_compiled(shards[0], samples)
-    return self._read_pieces(samples)
+    try:
+      samples = [self._sample(index) for index in indices]
+      if len(shards) == 1 and not shards[0].is_remote:
+        return self._read_compiled(shards[0], samples)
+      return self._read_pieces(samples)
+    finally:  # a mapped file that was truncated explains whatever went wrong
+      _mmap_guard.check(self._tails)
 
   def _read_compiled(self, shard: MMapIndexedDataset, samples: list[int]) -> np.ndarray:
     """Reads samples of the one local file in one call."""
     dtype, wanted = shard.header.dtype, self._seq_length + 1
     raw = np.empty((len(samples), (wanted + 1) * dtype.itemsize), np.uint8)  # a token more, to see one that is too long
     filled = np.empty(len(samples), np.int64)
-    descriptor = DESCRIPTORS.acquire(shard.bin_file)
+    file = shard.bin_file
+    assert isinstance(file, FileIdentity)
+    descriptor = DESCRIPTORS.acquire(file)
     try:
       kernels.read_samples(
-        descriptor,
-        dtype.itemsize,
-        shard.sizes,
-        shard.pointers,
-        self._document_index,
-        self._sample_index,
-        np.array(samples, np.int64),
-        1,
-        raw,
-        filled,
+          descriptor,
+          dtype.itemsize,
+          shard.sizes,
+          shard.pointers,
+          self._document_index,
+          self._sample_index,
+          np.array(samples, np.int64),
+          1,
+          raw,
+          filled,
       )
     finally:
-      DESCRIPTORS.release(shard.bin_file)
+      DESCRIPTORS.release(file)
     tokens = raw.view(dtype)[:, :wanted]
     for row in np.flatnonzero(filled != wanted * dtype.itemsize).tolist():
       if filled[row] < 0:  # piece by piece, which retries interrupted calls and tells what is wrong
@@ -352,6 +362,8 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
           self._refuse_ids(sample)
         rows[row, filled : filled + piece.length] = tokens
         filled += piece.length
+    used = {piece.shard for sample in pieces for piece in sample}
+    _mmap_guard.check(self.dataset.shards[number].tail for number in used)
     return rows
 
   def _read(self, pieces: Sequence[Piece], sample: int) -> list[np.ndarray]:
@@ -368,8 +380,8 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
 
   def _refuse_place(self, sample: int, error: Exception):
     raise MMapError(
-      f"{self._where}: sample {sample} lies outside the dataset ({error}); the dataset was replaced or the indices are "
-      "damaged, start again."
+        f"{self._where}: sample {sample} lies outside the dataset ({error}); the dataset was replaced or the indices are "
+        "damaged, start again."
     ) from error
 
   def _refuse_ids(self, sample: int) -> None:
@@ -380,8 +392,8 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
     wanted = self._seq_length + 1
     if count > wanted or count < wanted and sample != len(self._sample_index) - 2:
       raise MMapError(
-        f"{self._where}: sample {sample} has {'at least ' * (count > wanted)}{count} tokens; expected {wanted}; the "
-        "indices are damaged, build them again."
+          f"{self._where}: sample {sample} has {'at least ' * (count > wanted)}{count} tokens; expected {wanted}; the "
+          "indices are damaged, build them again."
       )
 
   def pieces(self, index: int) -> list[Piece]:
@@ -402,7 +414,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
     pieces, left = [], self._seq_length + 2
     while entry <= last and left > 0:
       try:
-        shard, row = self.dataset.locate(int(self._document_index[entry]))
+        shard, row = self.dataset.locate(int(self._document_index[entry]) if entry >= 0 else entry)
       except IndexError as error:
         self._refuse_place(sample, error)
       stop = end + 1 if entry == last else int(self.dataset.shards[shard].sizes[row])
@@ -413,17 +425,17 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
 
   def __reduce__(self):
     files = tuple((shard.bin_file, shard.idx_file) for shard in self.dataset.shards)
-    return _reopen, (self.dataset.prefixes, files, self._stored.ship(), self._eod_id, self._seq_length)
+    return _reopen, (self.dataset, files, self._stored.ship(), self._eod_id, self._seq_length)
 
 
-def _reopen(prefixes, files: Sequence[tuple[FileIdentity, ...]], shipped, eod_id: int, seq_length: int):
+def _reopen(dataset, files: Sequence[tuple[FileIdentity, ...]], shipped, eod_id: int, seq_length: int):
   """Opens a source in a worker process.
 
   Raises:
     MMapError: if a file is not the one that the sending process had opened.
   """
   source = MegatronNpyDataSource.__new__(MegatronNpyDataSource)
-  source.dataset = ShardedDataset(list(prefixes))
+  source.dataset = dataset
   for then, shard in zip(files, source.dataset.shards, strict=True):
     for before, now in zip(then, (shard.bin_file, shard.idx_file), strict=True):
       if not before.unchanged(now):
@@ -487,7 +499,7 @@ def get_mmap_npy_dataset(
       blend_margin=blend_margin,
       blend_cache_dir=blend_cache_dir or "",
       blend_index_dir=blend_index_dir or "",
-      part=blend_split,
+      part={"eval": "valid"}.get(blend_split, blend_split),
   )
   dataset = grain.MapDataset.source(stream.open_stream(settings).source)
   return apply_transforms(dataset, False, 0, 1, host_index, host_count, num_threads, prefetch_buffer_size)

@@ -30,9 +30,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from maxtext.input_pipeline import _mmap_guard
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline import _mmap_index_utils as utils
-from maxtext.input_pipeline._mmap_files import MMapError, MMapFileNotFoundError, map_file, reading
+from maxtext.input_pipeline._mmap_files import FileIdentity, MMapError, MMapFileNotFoundError, map_file, reading
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
 from maxtext.input_pipeline._mmap_shards import ShardedDataset
 
@@ -42,6 +43,7 @@ FORMAT = 1
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 STAMPS = "stamps.json"
 _MOST_STAMPS = 50_000
+_SCANNERS = 8  # shards looked at side by side
 _ABANDONED_AFTER = 3600  # seconds until a temporary file of a process that died is removed
 
 Triplet = tuple[np.ndarray, ...]  # document, sample and shuffle index
@@ -213,10 +215,8 @@ def dataset_facts(dataset: str | MMapIndexedDataset, stamps: Stamps | None = Non
   facts = stamps.get(path) if stamps else None
   if facts is None:
     stat = stat_of(path)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-      digest = pool.submit(lambda: xxhash.xxh3_128_hexdigest(map_file(path)))
-      scanned = dataclasses.asdict(dataset.scan())
-      facts = {**scanned, "digest": digest.result()}
+    facts = {**dataclasses.asdict(dataset.scan()), "digest": xxhash.xxh3_128_hexdigest(map_file(path))}
+    _mmap_guard.check([dataset.tail])
     if stamps:
       stamps.put(path, stat, **facts)
   head = dataset.header
@@ -254,7 +254,8 @@ def describe(
   if not 0 <= request.seed < 2**32:
     raise MMapError(f"the seed is {request.seed}; expected 0 to {2**32 - 1}, as NumPy's generator takes it.")
   dataset = open_dataset(input_paths)
-  facts = [dataset_facts(shard, stamps) for shard in dataset.shards]
+  with concurrent.futures.ThreadPoolExecutor(min(len(dataset.shards), _SCANNERS)) as pool:
+    facts = list(pool.map(lambda shard: dataset_facts(shard, stamps), dataset.shards))
   _check_not_empty(dataset, facts)
   sequences = len(dataset)
   begin, end = (0, sequences)
@@ -306,7 +307,7 @@ def _tokens_between(dataset: ShardedDataset, facts, begin: int, end: int) -> int
 
 
 def iter_description(input_paths, request: IndexRequest, description: IndexDescription, progress=None):
-  """Returns `_mmap_index_utils.iter_indices` of an order.
+  """Yields what `_mmap_index_utils.iter_indices` does, of an order.
 
   Raises:
     MMapError: if the arrays do not fit into this machine's memory.
@@ -318,8 +319,9 @@ def iter_description(input_paths, request: IndexRequest, description: IndexDescr
         f"the indices of {description.plan.samples} samples ({description.plan.num_epochs} epochs) take {needed} bytes, "
         f"and this machine has {memory} of memory; ask for fewer samples, or build them on a larger machine."
     )
-  return utils.iter_indices(
-      open_dataset(input_paths).sizes,
+  dataset = open_dataset(input_paths)
+  for named_array in utils.iter_indices(
+      dataset.sizes,
       description.longest,
       description.begin,
       description.end,
@@ -328,7 +330,9 @@ def iter_description(input_paths, request: IndexRequest, description: IndexDescr
       request.seed,
       request.add_extra_token,
       progress,
-  )
+  ):
+    _mmap_guard.check(shard.tail for shard in dataset.shards)
+    yield named_array
 
 
 def build_in_memory(input_paths, request: IndexRequest):
@@ -443,7 +447,7 @@ def open_index(
     folder: of index files, ours or Megatron's; made if need be. Of a URL, a local copy.
     input_paths: dataset prefixes or folders, or a ShardedDataset.
     request: settings of the order.
-    write: whether to write what had to be built; None: if this is the primary process.
+    write: whether to write what had to be built; None: if this is the primary process, or to a local copy of a URL.
     progress: see `_mmap_index_utils.iter_indices`.
     check: called with the facts of every shard before anything is built; may raise.
 
@@ -452,13 +456,14 @@ def open_index(
   """
   dataset = open_dataset(input_paths)
   source, folder = folder, local_folder(folder)
+  write = True if write is None and folder != source else write  # a machine's copy is written by whoever needs it
   stamps = Stamps(folder)
   description = describe(dataset, request, stamps=stamps)
   if check is not None:
     check(description.facts)
   names = [*description.paths("").values(), description.metadata_path("")]
   folder = local_folder(source, [os.path.basename(name) for name in names])
-  index = _find_index(folder, dataset, request, description, stamps)
+  index = _find_index(folder, description, stamps) or _find_megatrons(source, folder, dataset, request, description, stamps)
   if index is not None:
     if stamps.changed and writes(write):
       stamps.save()
@@ -486,8 +491,8 @@ def local_folder(folder: str, names: Sequence[str] = ()) -> str:
   return remote.fetch_files(folder, names)
 
 
-def _find_index(folder: str, dataset: ShardedDataset, request, description, stamps) -> Index | None:
-  """Loads an order that the folder holds; says why if it does not."""
+def _find_index(folder: str, description: IndexDescription, stamps: Stamps) -> Index | None:
+  """Loads an order from this branch's files in the folder; says why if it cannot."""
   try:
     arrays = load(folder, description, stamps)
     return Index(description, arrays, True, tuple(description.paths(folder).values()))
@@ -500,6 +505,27 @@ def _find_index(folder: str, dataset: ShardedDataset, request, description, stam
   return None
 
 
+def _find_megatrons(source: str, folder: str, dataset: ShardedDataset, request, description, stamps) -> Index | None:
+  """Loads an order from Megatron's own files in the folder; says why if it cannot."""
+  from maxtext.input_pipeline import _mmap_megatron_cache as megatron  # pylint: disable=import-outside-toplevel
+
+  try:
+    if folder != source:
+      from maxtext.input_pipeline import _mmap_remote as remote  # pylint: disable=import-outside-toplevel
+
+      local_folder(source, [name for name in remote.list_names(source) if "GPTDataset-" in name])
+    found = megatron.load_index(folder, dataset, request, description, stamps)
+  except MMapFileNotFoundError:
+    return None  # no such folder
+  except StaleIndexError as error:
+    log.warning("Megatron's %s; building the indices.", error)
+    return None
+  except OSError as error:
+    log.warning("%s cannot be read (%s); building the indices.", error.filename, error.strerror)
+    return None
+  return Index(description, found[1], True, found[0]) if found else None
+
+
 def writes(write: bool | None) -> bool:
   return utils.is_primary_process() if write is None else write
 
@@ -510,6 +536,7 @@ def load(folder: str, description: IndexDescription, stamps: Stamps) -> Triplet:
   Raises:
     FileNotFoundError: if a file is missing.
     StaleIndexError: if a file does not hold what the description and the checksums say.
+    OSError: if one cannot be read, or was truncated while it was checked.
   """
   path = description.metadata_path(folder)
   try:
@@ -521,6 +548,14 @@ def load(folder: str, description: IndexDescription, stamps: Stamps) -> Triplet:
     raise StaleIndexError(f"{path} is not the metadata of an index ({type(error).__name__})") from error
   if built_from != description.built_from:
     raise StaleIndexError(f"{path} was built from other data or settings")
+  try:
+    return _map_checked(folder, description, stamps, digests)
+  finally:
+    _mmap_guard.check()
+
+
+def _map_checked(folder: str, description: IndexDescription, stamps: Stamps, digests) -> Triplet:
+  """Maps the arrays, comparing dtype, shape and, unless a stamp vouches for it, checksum."""
   arrays = []
   for (name, (dtype, shape)), digest in zip(description.expected().items(), digests, strict=True):
     path = description.paths(folder)[name]
@@ -571,6 +606,8 @@ class StoredArrays:
 
   def __init__(self, arrays: Sequence[np.ndarray], names: Sequence[str], paths: Sequence[str] | None = None):
     self.arrays, self._names, self._paths = tuple(arrays), tuple(names), paths
+    mapped = zip(paths, self.arrays, strict=True) if paths else ()
+    self.tails = tuple(_mmap_guard.Tail(FileIdentity.of(path), array) for path, array in mapped)
 
   def ship(self) -> ShippedArrays:
     """Says what a worker process needs; arrays in memory go to a temporary folder, once, which ends with the process."""
