@@ -15,6 +15,7 @@ import pytest
 from maxtext.input_pipeline import _megatron_blending as blending
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
+from maxtext.input_pipeline import _mmap_megatron_cache as megatron_cache
 from maxtext.input_pipeline import _mmap_remote_copy as remote_copy
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
@@ -124,7 +125,7 @@ def test_a_changed_value_is_named(verify, dataset, tmp_path, array, position):
 
 
 def test_the_first_of_several_differences_is_found_beyond_a_piece(monkeypatch):
-  monkeypatch.setattr(rebuild, "_PIECE", 4)
+  monkeypatch.setattr(megatron_cache, "_PIECE", 4)
   found, expected = np.arange(20), np.arange(20)
   found[[13, 17]] = 0
   assert rebuild.first_difference(found, expected) == {"position": 13, "found": 0, "expected": 13}
@@ -216,6 +217,22 @@ def test_megatrons_files(verify, dataset, tmp_path, request_):
   change(path, 2, 77)
   assert verify(tmp_path / "npy", dataset)[1]["orders"][0]["differences"][0]["position"] == 2
   assert "was built from /elsewhere/data" in verify(tmp_path / "npy", other, other)[1]["problems"][0]
+
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "megatron_cache"
+
+
+def test_a_cache_that_megatron_core_wrote(verify, tmp_path):
+  lengths = json.loads((GOLDEN / "builds.json").read_text())["children"]
+  prefixes = [str(tmp_path / f"books-{number}") for number in range(len(lengths))]
+  for prefix, own in zip(prefixes, lengths, strict=True):
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+      for length in own:  # empty sequences are kept
+        writer.add_sequence(np.arange(length))
+        writer.end_document()
+  code, facts = verify(GOLDEN, *prefixes)
+  assert code == 0 and len(facts["orders"]) == 11 and len(facts["blends"]) == 5
+  assert all(pair["weights"] for pair in facts["blends"]) and all(order["samples"] for order in facts["orders"])
 
 
 def test_a_description_without_a_seed(verify, dataset, tmp_path):

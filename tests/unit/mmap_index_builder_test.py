@@ -288,3 +288,22 @@ def test_the_released_command_line_still_runs(tmp_path, dataset):
     assert done.returncode == 0, done.stderr[-2000:]
     assert given is arguments or "usage: mmap_index_builder.py" in done.stdout
   assert cache.open_index(str(tmp_path / "out"), dataset, IndexRequest(4, 1234, 9), write=False).found
+
+
+def test_the_released_command_line_blends_as_this_one(tool, tmp_path, dataset, capsys):
+  with IndexedDatasetWriter(str(tmp_path / "more"), np.int32) as writer:
+    writer.add_document(range(30))
+    writer.add_document(range(8))
+  arguments = ["blend", "--datasets", f"{dataset},0.7;{tmp_path / 'more'},0.3", "--seq-length", "4"]
+  arguments += ["--total-samples", "50", "--seed", "42", "--output-dir"]
+  command = [sys.executable, "-m", "maxtext.utils.mmap_index_builder", *arguments, tmp_path / "released"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert tool.main([*arguments, str(tmp_path / "ours")]) == 0
+  assert "grain_train_files: " in capsys.readouterr().out
+  files = [
+    {path.relative_to(root): path for path in root.rglob("*") if path.is_file() and path.name != cache.STAMPS}
+    for root in (tmp_path / "released", tmp_path / "ours")
+  ]
+  assert files[0].keys() == files[1].keys() and len(files[0]) == 10
+  assert all(files[0][name].read_bytes() == files[1][name].read_bytes() for name in files[0])

@@ -194,9 +194,9 @@ def _megatron(folder: str, name: str, content: dict[str, Any]) -> Order:
         "num_epochs": 1 if samples is None else None,
         "split": split or "",
         "split_index": utils.SPLIT_NAMES.index(content["index_split"]) if split else 0,
-        "add_extra_token": 1,
+        "add_extra_token": int(content.get("add_extra_token_to_sequence", True)),
     }
-    datasets = (str(content["dataset_path"]),)
+    datasets = (str(content.get("dataset_path") or content["path_prefix"]),)  # as older versions call it
   except (KeyError, TypeError, ValueError, OverflowError) as error:
     raise damaged(path, error) from error
   return Order(folder, name, MEGATRON, settings, datasets, content)

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from maxtext.input_pipeline import _mmap_index_cache as cache
+from maxtext.input_pipeline import _mmap_megatron_cache as megatron_cache
 from maxtext.input_pipeline._mmap_shards import ShardedDataset
 from maxtext.input_pipeline.mmap_cli import orders
-
-_PIECE = 1 << 22  # values compared at a time
 
 
 def describe(order: orders.Order, dataset: ShardedDataset) -> cache.IndexDescription:
@@ -49,11 +48,7 @@ def first_difference(found: np.ndarray, expected: np.ndarray) -> dict[str, Any] 
   """Returns `position`, `found` and `expected` of the first entry that differs, or both shapes, or None."""
   if found.shape != expected.shape:
     return {"position": None, "found": list(found.shape), "expected": list(expected.shape)}
-  for first in range(0, len(found), _PIECE):
-    unequal = found[first : first + _PIECE] != expected[first : first + _PIECE]
-    if unequal.ndim > 1:
-      unequal = unequal.any(axis=1)
-    if unequal.any():
-      row = first + int(np.argmax(unequal))
-      return {"position": row, "found": found[row].tolist(), "expected": expected[row].tolist()}
-  return None
+  row = megatron_cache.first_difference(found, expected)
+  if row is None:
+    return None
+  return {"position": row, "found": found[row].tolist(), "expected": expected[row].tolist()}
