@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of segments, positions and loss masks: case D9, the definition, and the released classes on random inputs."""
+"""Tests of segments, positions and loss masks: case D9, and the released classes on random inputs."""
 
 import itertools
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
 import numpy as np
 import pytest
 
 from maxtext.input_pipeline.input_pipeline_utils import (
   GenerateDocSegmentIds,
   MegatronSplitInputsTargets,
-  segments_and_positions,
 )
 
 EOD = 99
 FIELDS = ("inputs", "targets", "inputs_segmentation", "targets_segmentation", "inputs_position", "targets_position")
-EXAMPLES = settings(deadline=None, max_examples=100)
 D9 = [
   ([10, 11, 99, 20], [1, 1, 1, 2], [0, 1, 2, 0]),
   ([99, 99, 5, 6], [1, 2, 3, 3], [0, 0, 0, 1]),
@@ -67,25 +63,6 @@ def test_d9_without_reset_there_is_one_segment():
 # Options.
 
 
-def test_short_documents_are_merged():
-  tokens = [1, 99, 2, 99, 3, 4, 99, 5, 6]
-  segments, positions = segments_and_positions(np.array(tokens), EOD, 3)
-  assert segments.tolist() == [1, 1, 1, 1, 2, 2, 2, 2, 2]
-  assert positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("distance, boundary", [(2, True), (3, True), (4, False), (5, False)])
-def test_a_boundary_at_the_distance_or_nearer_is_dropped(distance, boundary):
-  segments, _ = segments_and_positions(np.array([1, 2, 3, 99, 5, 6]), EOD, distance)
-  assert segments.tolist() == ([1, 1, 1, 1, 2, 2] if boundary else [1] * 6)
-
-
-def test_a_dropped_boundary_is_not_measured_from():
-  """Beginnings 2, 4 and 6 with distance 4: only the one that lies more than 4 after the row's own is kept."""
-  segments, _ = segments_and_positions(np.array([1, 99, 1, 99, 1, 99, 1, 1]), EOD, 4)
-  assert segments.tolist() == [1, 1, 1, 1, 1, 1, 2, 2]
-
-
 def test_dataset_ids():
   settings_ = {"no_attnmask_dataset_ids": {3}, "emit_dataset_id": True}
   transform = MegatronSplitInputsTargets(EOD, **settings_)
@@ -113,25 +90,6 @@ def test_fields_of_the_order_free_type(reset, mask, segments, positions):
   assert element["inputs_position"].tolist() == positions
   assert element["targets_segmentation"].tolist() == [1, 1, 1]
   assert element["inputs_segmentation"].dtype == element["inputs_position"].dtype == np.int32
-
-
-# The definition, position by position.
-
-
-@EXAMPLES
-@given(
-  tokens=st.lists(st.sampled_from([1, 2, EOD]), max_size=60),
-  min_segment_length=st.integers(-1, 12),
-)
-def test_segments_follow_the_definition(tokens, min_segment_length):
-  segment, start, expected = 1, 0, []
-  for position in range(len(tokens)):
-    if position and tokens[position - 1] == EOD and (min_segment_length < 2 or position - start > min_segment_length):
-      segment, start = segment + 1, position
-    expected.append((segment, position - start))
-  segments, positions = segments_and_positions(np.array(tokens, np.int32), EOD, min_segment_length)
-  assert segments.dtype == positions.dtype == np.int32
-  assert list(zip(segments.tolist(), positions.tolist(), strict=True)) == expected
 
 
 # The released classes.

@@ -383,7 +383,7 @@ def _same_weights(there: Any, here: Sequence[float]) -> bool:
   if not isinstance(there, list) or len(there) != len(here):
     return False
   try:
-    return bool(np.allclose(np.array(there, np.float64), np.asarray(here, np.float64), rtol=1e-12, atol=0))
+    return np.allclose(np.array(there, np.float64), np.asarray(here, np.float64), rtol=1e-12, atol=0)
   except (TypeError, ValueError):
     return False
 
