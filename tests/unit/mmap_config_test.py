@@ -119,6 +119,16 @@ def test_a_start_sample_adds_to_what_is_asked_for(load):
   assert _mmap_config.train_samples(load(mmap_npy_start_sample=100, mmap_npy_num_samples=7)) == 7
 
 
+@pytest.mark.parametrize("share", ["", "eval_"])
+def test_batches_of_which_samples_would_be_thrown_away(refusal, load, share):
+  """With fewer samples than devices, the release's step cuts rows off the batch: samples would be skipped."""
+  keys = {f"{share}per_device_batch_size": 0.5, "grain_eval_files": FILES, "eval_steps": 2}
+  message = refusal(eval_interval=5, **keys)
+  assert f"{share}per_device_batch_size is 0.5, so MaxText would load 1 samples a step and use 0 of them" in message
+  if share:
+    assert load(**keys).global_batch_size_to_eval_on == 0, "of no account where a run does not evaluate"
+
+
 @pytest.mark.parametrize("text, expected", BAD_FILES[:1])
 def test_evaluation_files_are_checked_where_a_run_evaluates(refusal, load, text, expected):
   message = refusal(grain_eval_files=text, eval_interval=5)

@@ -70,6 +70,7 @@ def validate(config) -> None:
 def problems(config) -> Iterator[str]:
   """Yields a sentence about each key that cannot be used; no file is looked at."""
   yield from _of_modes(config)
+  yield from _of_batches(config)
   yield from _of_files(config, "grain_train_files")
   if config.eval_interval > 0:
     yield from _of_files(config, "grain_eval_files")
@@ -128,6 +129,26 @@ def _of_modes(config) -> Iterator[str]:
         f"mmap_eod_id is {config.mmap_eod_id}, outside the vocabulary (vocab_size={config.vocab_size}); set the id that "
         "preprocessing appended, or the vocabulary's size."
     )
+
+
+def _of_batches(config) -> Iterator[str]:
+  """Batches of which MaxText throws samples away: it loads a sample for each device, and cuts the batch in the step."""
+  if config.grain_file_type != "mmap_npy":
+    return
+  for key, load, used, reads in (
+      ("per_device_batch_size", config.global_batch_size_to_load, config.global_batch_size_to_train_on, True),
+      (
+          "eval_per_device_batch_size",
+          config.global_batch_size_to_load_eval,
+          config.global_batch_size_to_eval_on,
+          config.eval_interval > 0,
+      ),
+  ):
+    if reads and load != used:
+      yield (
+          f"{key} is {getattr(config, key)}, so MaxText would load {load} samples a step and use {used} of them, leaving "
+          "out the others of Megatron's order; set it to 1 or more."
+      )
 
 
 def _of_files(config, key: str) -> Iterator[str]:
