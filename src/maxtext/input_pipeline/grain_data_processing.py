@@ -48,7 +48,6 @@ def make_grain_eval_iterator(config, global_mesh, process_indices):
 def _rows(config, evaluation: bool):
   """Opens the data of a run and says what it is; returns the samples of the global order, and what decides it."""
   mmap_remote.configure(config.mmap_remote_cache_dir)
-  mmap_remote.configure(config.mmap_remote_cache_dir)
   if config.grain_file_type == "mmap":
     windows = mmap_window_rows.make_mmap_rows(config, evaluation)
     return windows.rows, windows.order
