@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import math
 import os
@@ -32,24 +31,30 @@ class Entry(NamedTuple):
   weight: float | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Child:
-  """A dataset and the order of its samples.
+class PlannedChild(NamedTuple):
+  """What is asked of a dataset.
 
   Attributes:
     entry: as written.
     number: its place among those written.
-    dataset: its sequences.
-    index: the order.
     share: weight divided by the sum; None without weights.
-    drawn: samples that are read, from the first.
+    requested: samples that its order is asked for; None: one epoch.
+    drawn: samples that a blend takes; None without weights.
   """
 
   entry: Entry
   number: int
+  share: float | None
+  requested: int | None
+  drawn: int | None
+
+
+class Child(NamedTuple):
+  """A dataset and the order of its samples, of which the first `drawn` are read."""
+
+  planned: PlannedChild
   dataset: ShardedDataset
   index: cache.Index
-  share: float | None
   drawn: int
 
 
@@ -89,48 +94,54 @@ def entries_of(options: argparse.Namespace) -> list[Entry]:
   return weighted(options.datasets) if options.datasets else [plain(path) for path in options.paths]
 
 
-def open_children(
-    entries: list[Entry], request: cache.IndexRequest, margin: float, progress: console.Progress | None
-) -> list[Child]:
-  """Loads the orders of datasets, or builds them in memory side by side; those of weight 0 are left out.
+def plan(
+    entries: list[Entry], num_samples: int | None, margin: float, progress: console.Progress | None = None
+) -> list[PlannedChild]:
+  """Says how many samples each dataset is asked for and gives; those of weight 0 are left out.
 
   Args:
-    request: `num_samples` is of the whole blend where there are weights, else of each dataset.
+    num_samples: of the whole blend where there are weights, else of each dataset; None: one epoch.
     margin: samples to build for each child of a blend beyond its share, in percent.
   """
-  kept = [number for number, entry in enumerate(entries) if entry.weight != 0]
-  shares: list[float | None] = [None] * len(kept)
-  sizes: list[int | None] = [request.num_samples] * len(kept)
-  blend = None
-  if entries[kept[0]].weight is not None:
-    if request.num_samples is None:
-      raise MMapError("a blend with weights has no size of its own; give --samples, steps * global batch size.")
-    weights = [entries[number].weight or 0.0 for number in kept]
-    blend = blending.weighted_blend(weights, request.num_samples, tuple(kept))
-    normal = utils._normalize_weights(weights)
-    shares[:], sizes[:] = normal, utils.compute_blend_buffers(blend.size, normal, margin)
-
-  def open_one(place: int) -> tuple[ShardedDataset, cache.Index]:
-    entry, own = entries[kept[place]], dataclasses.replace(request, num_samples=sizes[place])
-    dataset = ShardedDataset(entry.paths)
-
-    def report(stage: str, done: int, total: int) -> None:
-      if progress:
-        progress(f"{entry.text}: {stage}", done, total)
-
-    return dataset, cache.open_index(entry.npy_dir or NOWHERE, dataset, own, write=False, progress=report)
-
-  with concurrent.futures.ThreadPoolExecutor(min(len(kept), os.cpu_count() or 1)) as pool:
-    opened = list(pool.map(open_one, range(len(kept))))
-  lengths = [len(index.arrays[2]) for _, index in opened]
-  drawn = [min(length, size or length) for length, size in zip(lengths, sizes, strict=True)]
-  if blend is not None:
-    drawn = draws_of(blend, progress)
-    blend.check(drawn, lengths)
+  if entries[0].weight is None:
+    return [PlannedChild(entry, number, None, num_samples, None) for number, entry in enumerate(entries)]
+  if num_samples is None:
+    raise MMapError("a blend with weights has no size of its own; give --samples, steps * global batch size.")
+  kept = [number for number, entry in enumerate(entries) if entry.weight]
+  weights = [entries[number].weight or 0.0 for number in kept]
+  blend = blending.weighted_blend(weights, num_samples, tuple(kept))
+  shares = utils._normalize_weights(weights)
+  sizes, drawn = utils.compute_blend_buffers(num_samples, shares, margin), draws_of(blend, progress)
   return [
-      Child(entries[number], number, dataset, index, share, int(count))
-      for number, (dataset, index), share, count in zip(kept, opened, shares, drawn, strict=True)
+      PlannedChild(entries[number], number, share, size, count)
+      for number, share, size, count in zip(kept, shares, sizes, drawn, strict=True)
   ]
+
+
+def open_child(
+    planned: PlannedChild, dataset: ShardedDataset, request: cache.IndexRequest, progress: console.Progress | None = None
+) -> Child:
+  """Loads the order of a dataset, or builds it in memory.
+
+  Raises:
+    MMapError: if a blend draws more samples than it has.
+  """
+
+  def report(stage: str, done: int, total: int) -> None:
+    if progress:
+      progress(f"{planned.entry.text}: {stage}", done, total)
+
+  epochs = 1 if planned.requested is None else None
+  request = dataclasses.replace(request, num_samples=planned.requested, num_epochs=epochs)
+  index = cache.open_index(planned.entry.npy_dir or NOWHERE, dataset, request, write=False, progress=report)
+  available = len(index.arrays[2])
+  drawn = min(planned.requested or available, available) if planned.drawn is None else planned.drawn
+  if drawn > available:
+    raise MMapError(
+        f"the blend asks dataset {planned.number} ({planned.entry.text}) for {drawn} samples, and its indices have "
+        f"{available}; raise --margin."
+    )
+  return Child(planned, dataset, index, drawn)
 
 
 def draws_of(blend: blending.BlendRequest, progress: console.Progress | None = None) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline.mmap_cli import order_kernels
-from maxtext.input_pipeline.mmap_cli.mixtures import Child
+from maxtext.input_pipeline.mmap_cli.mixtures import Child, PlannedChild, open_child
 
 _PIECE = 1 << 18  # samples between two looks at the progress
 _MOST_BINS = 1 << 16
@@ -18,51 +18,59 @@ _MERGES = (0, 8, 16, 25, 32, 64, 128)
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
-def count(children: list[Child], options, described: list[dict[str, Any]], progress) -> dict[str, Any]:
-  """Counts the segments of the samples that a run reads, for each merge setting.
+def count(planned: list[PlannedChild], datasets, options, described: list[dict[str, Any]], progress) -> dict[str, Any]:
+  """Counts the segments of the samples that a run reads, for each merge setting; one dataset's order at a time.
 
   Args:
-    children: the datasets and their orders.
+    planned, datasets: the datasets.
     options: of the command `stats`.
-    described: facts of each dataset, of which `eod_id` is used; share, target, samples and epochs are added.
+    described: facts of each dataset, of which `eod_id` is used; target, share, samples and epochs are added.
   """
   length = options.seq_length
   others = [merge for merge in _MERGES if merge != options.merge and (not merge or length // merge > 1)]
-  merges = [options.merge, *others]
-  counter = Counter(length, merges)
-  for child, own in zip(children, described, strict=True):
-    own |= _share(child, children)
-    counter.add(child.dataset, child.index.arrays, child.drawn, progress, child.entry.text)
-  samples = sum(child.drawn for child in children)
-  result = {
+  counter = Counter(length, [options.merge, *others])
+  request = cache.IndexRequest(length, options.seed, None, 1, options.split, options.split_index)
+  read = []
+  for child, dataset, own in zip(planned, datasets, described, strict=True):
+    opened = open_child(child, dataset, request, progress)
+    counter.add(dataset, opened.index.arrays, opened.drawn, progress, child.entry.text)
+    own |= {"target": child.share, "samples": opened.drawn, "epochs": opened.index.description.plan.num_epochs}
+    if options.read:
+      read.append(_read(opened, own, counter, options))
+  samples = sum(own["samples"] for own in described)
+  for own in described:
+    own["share"] = own["samples"] / samples
+  most = max(int(counter.most[0]), *(facts["most"] for facts in read), 0)
+  return {
       "seq_length": length,
       "merge": options.merge,
       "samples": samples,
       "whole_order": options.samples is not None,
       "loss_share": 1 - counter.eods / (samples * length),
       "segments": _distribution(counter.histogram[0], int(counter.most[0])),
-      "merges": [
-          {
-              "packing_max_segments_per_sample": merge,
-              "joins_up_to": distance(length, merge),
-              "joined": int(counter.merged[number]),
-              "joined_share": int(counter.merged[number]) / max(counter.beginnings, 1),
-              "mean": _mean(counter.histogram[number]),
-              "most": int(counter.most[number]),
-          }
-          for number, merge in sorted(enumerate(merges), key=lambda pair: pair[1])
-      ],
+      "merges": _merges([options.merge, *others], counter),
       "histogram": np.trim_zeros(counter.histogram[0], "b").tolist(),
+      "recommended": {
+          "max_kda_segments": recommend(most, length, options.samples is not None),
+          "packing_max_segments_per_sample": 0,
+      },
+      **({"read": read} if read else {}),
   }
-  most = int(counter.most[0])
-  if options.read:
-    result["read"] = [_read(child, own, counter, options) for child, own in zip(children, described, strict=True)]
-    most = max(most, *(read["most"] for read in result["read"]))
-  result["recommended"] = {
-      "max_kda_segments": recommend(most, length, options.samples is not None),
-      "packing_max_segments_per_sample": 0,
-  }
-  return result
+
+
+def _merges(merges: list[int], counter: Counter) -> list[dict[str, Any]]:
+  """Returns what each merge setting does, by setting."""
+  return [
+      {
+          "packing_max_segments_per_sample": merge,
+          "joins_up_to": distance(counter.length, merge),
+          "joined": int(counter.merged[number]),
+          "joined_share": int(counter.merged[number]) / max(counter.beginnings, 1),
+          "mean": _mean(counter.histogram[number]),
+          "most": int(counter.most[number]),
+      }
+      for number, merge in sorted(enumerate(merges), key=lambda pair: pair[1])
+  ]
 
 
 def distance(length: int, merge: int) -> int:
@@ -112,12 +120,6 @@ def _document_ends(dataset):
   return np.concatenate(parts)
 
 
-def _share(child, children) -> dict[str, Any]:
-  plan = child.index.description.plan
-  tokens = sum(other.drawn for other in children)
-  return {"target": child.share, "share": child.drawn / tokens, "samples": child.drawn, "epochs": plan.num_epochs}
-
-
 def _mean(histogram) -> float:
   return float((histogram * range(len(histogram))).sum() / max(histogram.sum(), 1))
 
@@ -128,14 +130,14 @@ def _distribution(histogram, most: int) -> dict[str, Any]:
   return {"mean": _mean(histogram), **quantiles, "most": most}
 
 
-def _read(child, own, counter: Counter, options) -> dict[str, Any]:
+def _read(child: Child, own, counter: Counter, options) -> dict[str, Any]:
   """Reads samples here and there and compares their EOD tokens with the count without reading."""
   from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource  # it imports Grain and JAX
 
   chosen = np.unique(np.linspace(0, child.drawn - 1, min(options.read, child.drawn)).astype(np.int64))
-  arrays = child.index.arrays
+  documents, samples, draws = child.index.arrays
   source = MegatronNpyDataSource(
-      "", [*child.dataset.prefixes], own["eod_id"], options.seq_length, True, prebuilt_indices=arrays
+      "", [*child.dataset.prefixes], own["eod_id"], options.seq_length, True, prebuilt_indices=(documents, samples, draws)
   )
   eods, segments = 0, []
   for first in range(0, len(chosen), 64):
@@ -145,9 +147,9 @@ def _read(child, own, counter: Counter, options) -> dict[str, Any]:
     eods += int((inputs == own["eod_id"]).sum())
     segments += found[0, :, -1].tolist()
   assumed = Counter(options.seq_length, [options.merge])
-  assumed.add(child.dataset, (arrays[0], arrays[1], arrays[2][chosen]), len(chosen))
+  assumed.add(child.dataset, (documents, samples, draws[chosen]), len(chosen))
   return {
-      "dataset": child.entry.text,
+      "dataset": child.planned.entry.text,
       "samples": len(chosen),
       "eods": eods,
       "assumed_eods": assumed.eods,

@@ -59,40 +59,25 @@ def run(options: argparse.Namespace) -> dict:
   from maxtext.input_pipeline.mmap_cli import mixtures
 
   build.check_split(options)
-  entries = mixtures.entries_of(options)
-  progress = console.progress_bars("samples")
-  if options.seq_length is None:
-    if options.read or options.samples:
-      raise MMapError("samples need a length; give --seq-length, max_target_length of the run.")
-    children = []
-    opened = [(entry, ShardedDataset(entry.paths)) for entry in entries]
-  else:
-    children = mixtures.open_children(entries, _request(options), options.margin, progress)
-    opened = [(child.entry, child.dataset) for child in children]
-  lengths, described = _documents(opened, options.eod_id)
+  entries, progress = mixtures.entries_of(options), console.progress_bars("samples")
+  if options.seq_length is None and (options.read or options.samples):
+    raise MMapError("samples need a length; give --seq-length, max_target_length of the run.")
+  planned = []
+  if options.seq_length is not None:
+    planned = mixtures.plan(entries, options.samples, options.margin, progress)
+    entries = [child.entry for child in planned]
+  datasets = [ShardedDataset(entry.paths) for entry in entries]
+  lengths, described = _documents(zip(entries, datasets, strict=True), options.eod_id)
   facts: dict[str, Any] = {"document_lengths": _lengths_facts(lengths), "datasets": described, "plot": options.plot}
-  if children:
+  if planned:
     from maxtext.input_pipeline.mmap_cli import segments
 
-    facts |= segments.count(children, options, facts["datasets"], progress)
+    facts |= segments.count(planned, datasets, options, described, progress)
   if options.plot:
     from maxtext.input_pipeline.mmap_cli import plots
 
     plots.draw(options.plot, facts, lengths)
   return facts
-
-
-def _request(options):
-  from maxtext.input_pipeline import _mmap_index_cache as cache
-
-  return cache.IndexRequest(
-      options.seq_length,
-      options.seed,
-      options.samples,
-      1 if options.samples is None else None,
-      options.split,
-      options.split_index,
-  )
 
 
 # Documents.
