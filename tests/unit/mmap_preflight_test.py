@@ -3,6 +3,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from maxtext.input_pipeline.mmap_cli import main as command_line
 from maxtext.input_pipeline.mmap_cli import preflight_checks, resources, run_config
 
 EOD, VOCAB = 2, 512
+MEGATRON_CACHE = Path(__file__).resolve().parents[1] / "golden" / "megatron_cache"
 
 
 def write(prefix, documents: int, eod: int | None = EOD, sentences: int = 1) -> None:
@@ -200,6 +202,28 @@ def test_damaged_index_files(preflight, arguments):
   os.truncate(stream.children[0].index.paths[1], 200)
   said = preflight()["parts"][0]["datasets"][0]
   assert said["indices"] == "damaged (StaleIndexError), to be built again"
+
+
+def test_megatrons_own_cache(preflight, data):
+  """The cache that megatron-core wrote for a blend of 61 samples of two datasets, see `megatron_cache_test`."""
+  content = json.loads((MEGATRON_CACHE / "builds.json").read_text(encoding="utf-8"))
+  for number, lengths in enumerate(content["children"]):
+    with IndexedDatasetWriter(str(data / f"books-{number}"), np.int32) as writer:
+      for row, length in enumerate(lengths):
+        writer.add_sequence(np.append(100 * row + np.arange(length), EOD)[1:] if length else [])
+        writer.end_document()
+  keys = {
+    "grain_train_files": f"{MEGATRON_CACHE}|books-0,0.7;{MEGATRON_CACHE}|books-1,0.3",
+    "blend_index_dir": MEGATRON_CACHE, "mmap_npy_num_samples": 61, "mmap_npy_split": "'8,2'",
+    "max_target_length": 16, "data_shuffle_seed": 1234, "steps": 2, "vocab_size": 100_000,
+  }  # fmt: skip
+  facts = preflight(**keys)
+  (part,) = facts["parts"]
+  assert [said["indices"] for said in part["datasets"]] == ["found, Megatron's"] * 2
+  assert part["blend"]["indices"] == "found" and facts["memory"]["needed"] == 0
+  other = preflight(**keys | {"data_shuffle_seed": 1235})
+  assert [said["indices"] for said in other["parts"][0]["datasets"]] == ["to be built"] * 2
+  assert all("has random_seed 1234, and this run asks for 1235" in text for text in other["warnings"][:2])
 
 
 def test_devices_and_keys_that_are_not_strict(preflight):

@@ -16,6 +16,7 @@ import numpy as np
 
 from maxtext.input_pipeline import _megatron_blending as blending
 from maxtext.input_pipeline import _mmap_index_cache as cache
+from maxtext.input_pipeline import _mmap_megatron_cache as megatron_cache
 from maxtext.input_pipeline import _mmap_stream as streams
 from maxtext.input_pipeline import _mmap_window_rows as window_rows
 from maxtext.input_pipeline._mmap_files import MMapError
@@ -106,7 +107,7 @@ def _check_child(config, settings, child, findings: Findings, builds: list[Build
   }
   _check_layout(dataset, description.facts, settings.split_sentences, findings)
   _check_tokens(config, dataset, findings)
-  return facts | _check_indices(child, description, findings, builds)
+  return facts | _check_indices(child, dataset, settings.request(child.requested), description, findings, builds)
 
 
 def _dataset_facts(dataset: ShardedDataset, facts) -> dict[str, Any]:
@@ -167,12 +168,13 @@ def _document_ends(dataset: ShardedDataset, findings: Findings) -> tuple[np.ndar
   return np.concatenate(ends), False
 
 
-def _check_indices(child, description: cache.IndexDescription, findings: Findings, builds: list[Build]) -> dict[str, Any]:
+def _check_indices(child, dataset, request, description, findings: Findings, builds: list[Build]) -> dict[str, Any]:
   """Says whether the indices are there, or what it takes to build them."""
   size = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in description.expected().values())
-  found, reason = _find_indices(child.npy_dir, description)
-  state = "found" if found else reason
-  if not found:
+  state = _state_of_ours(child.npy_dir, description)
+  if state != "found" and _has_megatrons(child.npy_dir, dataset, request, description, findings):
+    state = "found, Megatron's"
+  if not state.startswith("found"):
     keeps = can_write(child.npy_dir)
     if not keeps:
       findings.warn(f"{child.npy_dir} cannot be written; every start builds its indices again and keeps them in memory.")
@@ -180,23 +182,33 @@ def _check_indices(child, description: cache.IndexDescription, findings: Finding
   return {"indices": state, "index_folder": child.npy_dir, "index_bytes": size, "index_name": description.name}
 
 
-def _find_indices(folder: str, description: cache.IndexDescription) -> tuple[bool, str]:
-  """Looks for index files by their headers; their checksums are the run's to look at."""
+def _state_of_ours(folder: str, description: cache.IndexDescription) -> str:
+  """Looks at the headers of our index files; their checksums are the run's to look at."""
   names = [*description.paths("").values(), description.metadata_path("")]
   local = cache.local_folder(folder, [os.path.basename(name) for name in names])
   try:
     with open(description.metadata_path(local), encoding="utf-8") as file:
       if json.load(file)["built_from"] != description.built_from:
-        return False, "built from other data or settings, to be built again"
+        return "built from other data or settings, to be built again"
     for name, (dtype, shape) in description.expected().items():
       array = cache.map_array(description.paths(local)[name])
       if (array.dtype.str, array.shape) != (dtype, shape):
-        return False, f"damaged ({name}), to be built again"
+        return f"damaged ({name}), to be built again"
   except (FileNotFoundError, NotADirectoryError):
-    return False, "to be built"
+    return "to be built"
   except (OSError, ValueError, KeyError, TypeError, cache.StaleIndexError) as error:
-    return False, f"damaged ({type(error).__name__}), to be built again"
-  return True, ""
+    return f"damaged ({type(error).__name__}), to be built again"
+  return "found"
+
+
+def _has_megatrons(folder: str, dataset: ShardedDataset, request, description, findings: Findings) -> bool:
+  """Whether the folder is Megatron's cache and holds this order; its content is the run's to check."""
+  if len(dataset.shards) > 1 or "://" in folder:
+    return False
+  found = megatron_cache.find_index(folder, request, description, dataset.prefixes[0])
+  if found.reason:
+    findings.warn(f"Megatron's {found.reason}; the indices will be built.")
+  return found.paths is not None
 
 
 def _check_blend(settings, blend, children, findings: Findings, builds: list[Build]) -> dict[str, Any]:
@@ -209,7 +221,7 @@ def _check_blend(settings, blend, children, findings: Findings, builds: list[Bui
           f"{settings.key}: the blend asks dataset {child['number']} ({child['name']}) for {count} samples, and its "
           f"indices have {child['samples_available']}; raise mmap_npy_blend_margin."
       )
-  state = _find_pair(settings, blend)
+  state = _find_pair(settings, blend, findings)
   if state != "found":
     folder = settings.blend_cache_dir if settings.blend_cache_dir and can_write(settings.blend_cache_dir) else ""
     builds.append(Build(folder, blend.size * _BLEND_BYTES, True))
@@ -226,13 +238,14 @@ def draw_counts(blend: blending.BlendRequest) -> list[int]:
   return draws.counts
 
 
-def _find_pair(settings, blend: blending.BlendRequest) -> str:
+def _find_pair(settings, blend: blending.BlendRequest, findings: Findings) -> str:
   """Says whether a blend's pair lies in one of its folders, without a look at its content."""
   for folder, name in ((settings.blend_index_dir, None), (settings.blend_cache_dir, blend.name)):
     if folder and "://" not in folder:
       try:
-        paths = blending.pair_paths(folder, name) if name else blending.find_pair(folder, settings.part)
-      except MMapError:
+        paths = blending.pair_paths(folder, name) if name else blending.find_pair(folder, settings.part, blend)
+      except MMapError as error:
+        findings.warn(error)
         continue
       if paths and all(map(os.path.isfile, paths)):
         return "found"
