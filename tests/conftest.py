@@ -27,4 +27,5 @@ def forget_truncated_files():
       return
     except OSError:
       gc.collect()
-      assert _mmap_guard._guard is not None and not _mmap_guard._guard._told, "a truncated file is still mapped"
+      faulted = _mmap_guard._guard._table[: _mmap_guard._guard.words[_mmap_guard._ROWS], _mmap_guard._FAULTED]
+      assert not faulted.any(), "a truncated file is still mapped"

@@ -210,6 +210,7 @@ class _Guard:
       if row >= _CAPACITY:
         return None
       self._watched[row] = _Watched(path, size)
+      self._told.discard(row)
       self.words[_ROWS] = max(self.words[_ROWS], row + 1)
       self._table[row, _START] = address
       self._table[row, _END] = address + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -219,12 +220,11 @@ class _Guard:
     """Runs where the garbage collector does, perhaps inside `watch`; so it takes no lock, and each step is one call."""
     self._table[row, _END] = 0
     self._table[row, _START] = 0
-    watched = self._watched.pop(row)
     if self._table[row, _FAULTED]:
-      self._table[row, _FAULTED] = 0
       if row not in self._told:
-        self._gone.append(watched)
-      self._told.discard(row)
+        self._gone.append(self._watched[row])  # first, so that `answer` in another thread always finds one of the two
+      self._table[row, _FAULTED] = 0
+    self._watched.pop(row)
     self._free.append(row)
 
   @property

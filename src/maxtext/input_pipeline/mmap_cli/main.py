@@ -41,10 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
   """Runs the command line; returns the exit code: 0, 1 for an error or bad news (a usage error exits with 2)."""
   options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
   command = options.command
+  from maxtext.input_pipeline import _mmap_guard
   from maxtext.input_pipeline._mmap_files import MMapError
 
   try:
     facts = command.run(options)
+    _mmap_guard.check()
     print(json.dumps(facts) if options.json else command.render(facts), flush=True)
   except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
