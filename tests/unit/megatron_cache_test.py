@@ -8,7 +8,10 @@ import json
 import os
 from pathlib import Path
 import shutil
+import tempfile
 
+from hypothesis import given
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 
@@ -23,7 +26,7 @@ from maxtext.input_pipeline._mmap_stream import StreamSettings, open_stream
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "megatron_cache"
 CONTENT = json.loads((GOLDEN / "builds.json").read_text(encoding="utf-8"))
 EOD = 99
-FIRST = IndexRequest(16, 1234, 43, split="8,2")  # the first child of the first build: ceil(ceil(61 * .7) * 1.005)
+FIRST = IndexRequest(16, 1234, 44, split="8,2")  # the first child of the first build: ceil(ceil(61 * .7) * 1.005)
 
 
 def write(prefix, lengths, step=100) -> str:
@@ -73,7 +76,7 @@ def change(folder, prefix, request=FIRST, **fields) -> None:
   path = description_of(folder, request, prefix)
   content = json.loads(path.read_text(encoding="utf-8")) | fields
   path.write_text(json.dumps({key: value for key, value in content.items() if value != "gone"}), encoding="utf-8")
-  os.utime(folder, ns=(1, 1))  # the folder itself did not change, and descriptions are read once
+  megatron._read_candidates.cache_clear()  # descriptions are read once
 
 
 # What is in the directory.
@@ -207,7 +210,7 @@ def test_of_two_datasets_of_one_name_the_one_with_the_likelier_path_is_taken(dat
   change(folder, datasets[0], dataset_path="/elsewhere/books-0")
   content = json.loads(path.read_text(encoding="utf-8")) | {"dataset_path": f"/old/{place}/books-0"}
   path.write_text(json.dumps(content), encoding="utf-8")
-  os.utime(folder, ns=(2, 2))
+  megatron._read_candidates.cache_clear()
   assert find(folder, datasets[0]).paths[0].startswith(start)
   assert "/elsewhere/" in other.read_text(encoding="utf-8")
 
@@ -223,7 +226,7 @@ def test_a_folder_without_megatrons_files(tmp_path, datasets):
 
 def test_a_folder_of_other_datasets(tmp_path, folder):
   prefix = write(tmp_path / "news", CONTENT["children"][0])
-  assert find(folder, prefix).reason == f"{folder} holds Megatron's indices of books-0, books-1 and not of news"
+  assert find(folder, prefix).reason == f"{folder} holds indices of books-0, books-1 and not of news"
 
 
 def test_shards_have_no_order_of_megatrons(folder, datasets):
@@ -234,6 +237,28 @@ def test_shards_have_no_order_of_megatrons(folder, datasets):
 def test_descriptions_that_are_none(tmp_path, datasets, text):
   (tmp_path / "x-GPTDataset-train-description.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
   assert find(str(tmp_path), datasets[0]).paths is None
+
+
+ANY_JSON = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400) | st.just("books-0"),
+  lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+  max_leaves=6,
+)
+FIELDS = ("dataset_path", "num_samples", "index_split", "random_seed", "sequence_length", "split", "split_matrix", "size",
+          "weights", "datasets", "add_extra_token_to_sequence")  # fmt: skip
+
+
+@given(data=st.data())
+def test_any_json_is_a_reason_and_not_a_failure(datasets, data):
+  kind = data.draw(st.sampled_from(["GPTDataset", "BlendedDataset"]))
+  changes = data.draw(st.dictionaries(st.sampled_from(FIELDS), ANY_JSON, min_size=1))
+  with tempfile.TemporaryDirectory() as folder:
+    for path in GOLDEN.glob(f"*-{kind}-train-description.txt"):
+      content = json.loads(path.read_text(encoding="utf-8")) | changes
+      Path(folder, path.name).write_text(json.dumps(content), encoding="utf-8")
+    assert find(folder, datasets[0]).paths is None, "no array is there"
+    found = find_blend(folder, WEIGHTED, "train")
+    assert found.paths is None and bool(found.reason) == (kind == "BlendedDataset")
 
 
 # Damaged, replaced and foreign arrays.
@@ -256,7 +281,6 @@ def test_a_missing_array_is_named(datasets, folder, number):
 def test_an_array_of_another_shape_is_named(datasets, folder):
   path = arrays_of(folder, datasets[0])[1]
   np.save(path, np.load(path)[:-1])
-  os.utime(folder, ns=(1, 1))
   assert "has beside it a sample_index that is <i4[" in find(folder, datasets[0]).reason
 
 
@@ -415,8 +439,55 @@ def test_a_run_keeps_the_very_arrays_that_megatron_trained_on(folder, datasets, 
   assert open_stream(settings).order == stream.order
 
 
-def test_a_run_with_other_settings_says_so_and_builds(folder, datasets, caplog):
-  stream = open_stream(StreamSettings(f"{folder}|{datasets[0]}", 16, EOD, 4321, 43, split="8,2"))
-  assert not stream.children[0].index.found
-  (message,) = [record.getMessage() for record in caplog.records if "Megatron's" in record.getMessage()]
-  assert "description.txt has random_seed 1234, and this run asks for 4321; building the indices" in message
+def open_blend(folder, datasets, **settings):
+  """Opens the first build's training stream, with its index folders in Megatron's directory."""
+  files = "".join(f"{folder}|{prefix},{weight};" for prefix, weight in zip(datasets, (7, 3), strict=True))
+  settings = {"num_samples": 61, "split": "8,2", "blend_index_dir": folder} | settings
+  return open_stream(StreamSettings(files, 16, EOD, **settings))
+
+
+def built_elsewhere(tmp_path, datasets, **settings):
+  return open_blend(str(tmp_path / "own"), datasets, **settings)
+
+
+def same_tokens(one, other) -> bool:
+  rows = np.arange(len(other))
+  return len(one) == len(other) and np.array_equal(one.source.read_rows(rows), other.source.read_rows(rows))
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["train", "valid"])
+def test_a_run_takes_every_array_from_megatrons_directory(tmp_path, datasets, folder, part):
+  before = {path.name for path in GOLDEN.iterdir()}
+  settings = {"num_samples": (61, 10)[part], "split_index": part, "part": utils.SPLIT_NAMES[part]}
+  stream = open_blend(folder, datasets, **settings)
+  assert [child.index.found for child in stream.children] + [stream.source.pair.found] == [True] * 3
+  assert {path.name for path in Path(folder).iterdir()} == before | {cache.STAMPS}
+  assert same_tokens(stream, built_elsewhere(tmp_path, datasets, **settings))
+
+
+def test_a_process_that_does_not_write_leaves_the_directory_as_it_is(datasets, folder):
+  before = sorted(os.listdir(folder))
+  settings = StreamSettings(f"{folder}|{datasets[0]}", 16, EOD, num_samples=44, split="8,2")
+  stream = open_stream(settings, write=False)
+  assert stream.children[0].index.found
+  assert sorted(os.listdir(folder)) == before
+
+
+def test_a_run_says_what_differs_and_builds_its_own(tmp_path, datasets, folder, caplog):
+  settings = {"num_samples": 70, "seed": 5}
+  stream = open_blend(folder, datasets, **settings)
+  assert [child.index.found for child in stream.children] + [stream.source.pair.found] == [False] * 3
+  assert same_tokens(stream, built_elsewhere(tmp_path, datasets, **settings))
+  assert "has random_seed 1234, and this run asks for 5; building the indices" in caplog.text
+  assert "has size 62, and this blend has 70 draws; drawing the blend again" in caplog.text
+  assert open_blend(folder, datasets, **settings).children[0].index.found, "ours lie beside Megatron's now"
+
+
+def test_a_run_builds_again_what_megatron_built_of_other_data(tmp_path, folder, caplog):
+  lengths = [list(rows) for rows in CONTENT["children"]]
+  lengths[0][:2] = lengths[0][1::-1]
+  datasets = [write(tmp_path / f"books-{number}", rows) for number, rows in enumerate(lengths)]
+  stream = open_blend(folder, datasets)
+  assert [child.index.found for child in stream.children] == [False, True]
+  assert "was not built from this dataset: position" in caplog.text
+  assert same_tokens(stream, built_elsewhere(tmp_path, datasets))

@@ -61,8 +61,8 @@ class Found:
 
   Attributes:
     paths: the arrays' files, or None.
-    reason: with `paths` None, which file comes nearest and in what it differs, a sentence without a stop; "" if the
-      folder has nothing of Megatron's that could be meant.
+    reason: with `paths` None, which file of Megatron's comes nearest and in what it differs, a sentence without a stop;
+      "" if the folder has nothing of Megatron's that could be meant.
   """
 
   paths: tuple[str, ...] | None
@@ -83,17 +83,15 @@ def is_description(name: str) -> bool:
 
 
 def _candidates(folder: str) -> tuple[Candidate, ...]:
-  """Reads the descriptions of a folder, once while the folder does not change."""
+  """Reads the descriptions of a folder, once while no file is added: every child of a blend asks for them."""
   try:
-    return _read_candidates(folder, os.stat(folder).st_mtime_ns)
+    return _read_candidates(folder, tuple(sorted(filter(is_description, os.listdir(folder)))))
   except OSError:
     return ()
 
 
 @functools.lru_cache(maxsize=8)
-def _read_candidates(folder: str, mtime_ns: int) -> tuple[Candidate, ...]:
-  del mtime_ns  # part of the cache's key
-  names = sorted(filter(is_description, os.listdir(folder)))
+def _read_candidates(folder: str, names: tuple[str, ...]) -> tuple[Candidate, ...]:
   return tuple(found for name in names if (found := _read_candidate(folder, name)) is not None)
 
 
@@ -134,7 +132,7 @@ def find_index(folder: str, request: cache.IndexRequest, description: cache.Inde
     return Found(None, min(nearest, key=lambda entry: entry[0])[1])
   if of_datasets:
     others = sorted({_last_component(found.dataset) for found in of_datasets})
-    return Found(None, f"{folder} holds Megatron's indices of {', '.join(others[:3])} and not of {name}")
+    return Found(None, f"{folder} holds indices of {', '.join(others[:3])} and not of {name}")
   return Found(None)
 
 
@@ -188,8 +186,8 @@ def _bounds(content: dict[str, Any], sequences: int) -> tuple[int, int] | None:
       begin, end = (int(round(bound * float(sequences))) for bound in matrix[number])
       return begin, end
     if text and number is not None:
-      return utils.parse_split_range(text, number, sequences)
-  except (TypeError, ValueError, IndexError, OverflowError):
+      return utils.parse_split_range(str(text), number, sequences)
+  except (TypeError, ValueError, LookupError, OverflowError):
     return None
   return (0, sequences) if number is not None else None
 
@@ -384,7 +382,7 @@ def _same_weights(there: Any, here: Sequence[float]) -> bool:
     return False
   try:
     return np.allclose(np.array(there, np.float64), np.asarray(here, np.float64), rtol=1e-12, atol=0)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError, OverflowError):
     return False
 
 
