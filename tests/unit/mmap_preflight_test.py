@@ -174,12 +174,17 @@ def test_too_few_samples(preflight):
   assert "the run reads 2000 samples" in text and "raise mmap_npy_num_samples or lower steps" in text
 
 
-def test_a_child_that_is_asked_for_more_than_it_has(preflight):
-  """Without a margin, shares that are rounded up fit; a child's own count can still be one too many."""
+def test_a_blend_without_weights_is_cut_to_what_there_is(preflight):
   facts = preflight(grain_train_files="npy/0|a;npy/1|b", mmap_npy_num_samples=1000, steps=5)
-  assert not facts["problems"]  # a blend without weights is cut to what there is
   (part,) = facts["parts"]
+  assert not facts["problems"]
   assert part["samples_available"] == sum(said["samples_available"] for said in part["datasets"])
+
+
+def test_a_child_that_is_asked_for_more_than_it_has(preflight, monkeypatch):
+  monkeypatch.setattr(preflight_checks, "draw_counts", lambda blend: [blend.size, 9999])
+  (text,) = preflight(**BLEND)["problems"]
+  assert "the blend asks dataset 1 (b) for 9999 samples, and its indices have" in text
 
 
 def test_folder_that_cannot_be_written(preflight, data, monkeypatch):
