@@ -221,7 +221,7 @@ def load_pair(
       )
     arrays.append(array[: request.size])
   records = [stamps.get(path) for path in paths]
-  if all(record and record.get("blend") == request.name for record in records):
+  if records[0] and all(record and record.get("blend") == request.name for record in records):
     return tuple(arrays), records[0]["counts"]
   stats = [cache.stat_of(path) for path in paths]
   position, counts = first_difference(request, arrays)

@@ -12,20 +12,14 @@ Every process builds what it misses, in memory; only the primary process writes.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
-import glob
 import json
 import logging
 import math
 import os
-import secrets
-import shutil
-import tempfile
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -33,24 +27,63 @@ import xxhash
 from maxtext.input_pipeline import _mmap_guard
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline import _mmap_index_utils as utils
-from maxtext.input_pipeline._mmap_files import FileIdentity, MMapError, MMapFileNotFoundError, map_file, reading
+from maxtext.input_pipeline._mmap_files import MMapError, MMapFileNotFoundError, map_file
+from maxtext.input_pipeline._mmap_index_files import (
+    STAMPS,
+    ShippedArrays,
+    StaleIndexError,
+    Stamps,
+    StoredArrays,
+    digest_of,
+    digest_of_json,
+    map_array,
+    save_array,
+    save_json,
+    stat_of,
+)
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
 from maxtext.input_pipeline._mmap_shards import ShardedDataset
+
+__all__ = [  # the module is also the face of `_mmap_index_files`
+    "ARRAYS",
+    "STAMPS",
+    "Index",
+    "IndexDescription",
+    "IndexRequest",
+    "ShippedArrays",
+    "StaleIndexError",
+    "Stamps",
+    "StoredArrays",
+    "Triplet",
+    "array_paths",
+    "build_in_memory",
+    "check_ranges",
+    "dataset_facts",
+    "describe",
+    "digest_of_json",
+    "iter_description",
+    "load",
+    "local_folder",
+    "map_array",
+    "metadata_path",
+    "open_dataset",
+    "open_index",
+    "open_triplet",
+    "save_array",
+    "save_indices",
+    "stat_of",
+    "triplet_paths",
+    "write_index",
+    "writes",
+]
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
-STAMPS = "stamps.json"
-_MOST_STAMPS = 50_000
 _SCANNERS = 8  # shards looked at side by side
-_ABANDONED_AFTER = 3600  # seconds until a temporary file of a process that died is removed
 
 Triplet = tuple[np.ndarray, ...]  # document, sample and shuffle index
-
-
-class StaleIndexError(Exception):
-  """An index file that does not hold what its name says; the message gives file and reason."""
 
 
 def array_paths(folder: str, name: str) -> dict[str, str]:
@@ -146,58 +179,6 @@ class Index:
   def saved(self) -> bool:
     """Whether the arrays are in files now."""
     return self.paths is not None
-
-
-class Stamps:
-  """Records about files that stay true while a file keeps its size and times; kept in `stamps.json` of a folder.
-
-  By name without folder, since a folder may be reached by other paths from other machines, and by size and times, since
-  datasets in several folders may share a name.
-  """
-
-  def __init__(self, folder: str):
-    self._path = os.path.join(folder, STAMPS)
-    self._records: dict[str, dict[str, Any]] = {}
-    self.changed = False
-    if os.path.isfile(self._path):
-      try:
-        with open(self._path, encoding="utf-8") as file:
-          content = json.load(file)
-        if content["xxh3_128"] == digest_of_json(content["records"]):
-          self._records = content["records"]
-      except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # only a saving of work
-
-  def get(self, path: str) -> dict[str, Any] | None:
-    """Returns the record of a file, or None if there is none or the file has changed."""
-    return self._records.get(_stamp_key(path, stat_of(path)))
-
-  def put(self, path: str, stat: list[int], **record) -> dict[str, Any]:
-    """Keeps a record; `stat` is `stat_of(path)` from before the file was read."""
-    key = _stamp_key(path, stat)
-    self._records.pop(key, None)  # so that the latest are the last
-    self._records[key] = record
-    self.changed = True
-    return record
-
-  def save(self) -> None:
-    if not self.changed:
-      return
-    self._records = dict(list(self._records.items())[-_MOST_STAMPS:])
-    try:
-      _save_json(self._path, {"records": self._records, "xxh3_128": digest_of_json(self._records)})
-      self.changed = False
-    except OSError:
-      pass
-
-
-def _stamp_key(path: str, stat: list[int]) -> str:
-  return "|".join((os.path.basename(path), *map(str, stat)))
-
-
-def stat_of(path: str) -> list[int]:
-  status = os.stat(path)
-  return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 # What an order is built from.
@@ -367,15 +348,7 @@ def build_and_save(
 
 def _save_with_digest(path: str, array: np.ndarray) -> tuple[str, list[int]]:
   save_array(path, array)
-  return _digest(array), stat_of(path)
-
-
-def _digest(array: np.ndarray) -> str:
-  return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B") if array.size else b"")
-
-
-def digest_of_json(content: dict) -> str:
-  return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+  return digest_of(array), stat_of(path)
 
 
 def _save_metadata(folder: str, description: IndexDescription, arrays, digests) -> None:
@@ -390,49 +363,7 @@ def _save_metadata(folder: str, description: IndexDescription, arrays, digests) 
           for name, array, digest in zip(ARRAYS, arrays, digests, strict=True)
       },
   }
-  _save_json(description.metadata_path(folder), metadata)
-
-
-def _save_json(path: str, content: dict) -> None:
-  text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-  _write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def save_array(path: str, array: np.ndarray) -> None:
-  """Writes an array as `.npy` so that `path` is never seen half-written."""
-  _write_atomically(path, lambda file: _write_array(file, array))
-
-
-def _write_array(file, array: np.ndarray) -> None:
-  """Writes `.npy`, as np.save does; but np.save does not tell when the last bytes found no room on the disk."""
-  array = np.asarray(array, order="C")
-  np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-  file.write(memoryview(array).cast("B") if array.size else b"")
-
-
-def _write_atomically(path: str, write) -> None:
-  """Calls `write` with a temporary binary file beside `path`, which then takes its name."""
-  folder, base = os.path.split(path)
-  os.makedirs(folder or ".", exist_ok=True)
-  _remove_abandoned(folder, base)
-  temporary = os.path.join(folder, f".{base}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-  try:
-    with open(temporary, "wb") as file:
-      write(file)
-    os.replace(temporary, path)
-  except BaseException:
-    if os.path.exists(temporary):
-      os.remove(temporary)
-    raise
-
-
-def _remove_abandoned(folder: str, base: str) -> None:
-  for path in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(base)}.*.tmp")):
-    try:
-      if time.time() - os.path.getmtime(path) > _ABANDONED_AFTER:
-        os.remove(path)
-    except OSError:
-      pass  # its owner, or another process, was faster
+  save_json(description.metadata_path(folder), metadata)
 
 
 # Loading.
@@ -463,7 +394,8 @@ def open_index(
     check(description.facts)
   names = [*description.paths("").values(), description.metadata_path("")]
   folder = local_folder(source, [os.path.basename(name) for name in names])
-  index = _find_index(folder, description, stamps) or _find_megatrons(source, folder, dataset, request, description, stamps)
+  index = _find_index(folder, description, stamps)
+  index = index or _find_megatrons(source, folder, dataset, request, description, stamps)
   if index is not None:
     if stamps.changed and writes(write):
       stamps.save()
@@ -565,85 +497,11 @@ def _map_checked(folder: str, description: IndexDescription, stamps: Stamps, dig
     record = stamps.get(path)
     if not record or record.get("digest") != digest:
       stat = stat_of(path)
-      if _digest(array) != digest:
+      if digest_of(array) != digest:
         raise StaleIndexError(f"{path} has changed since it was written (checksum)")
       stamps.put(path, stat, digest=digest)
     arrays.append(array)
   return tuple(arrays)
-
-
-def map_array(path: str) -> np.ndarray:
-  """Maps a `.npy` file read-only, without keeping it open.
-
-  Raises:
-    StaleIndexError: if the file is no `.npy` file or its size does not fit its header.
-  """
-  try:
-    with reading(path), open(path, "rb") as file:
-      major, _ = np.lib.format.read_magic(file)
-      read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-      shape, fortran, dtype = read(file)
-      start = file.tell()
-  except OSError:
-    raise
-  except Exception as error:  # NumPy evaluates the header as Python text, which fails in many ways
-    raise StaleIndexError(f"{path} is not a NumPy array file") from error
-  raw = map_file(path)
-  fits = min(shape, default=0) >= 0 and len(raw) - start == math.prod(shape) * dtype.itemsize
-  if dtype.kind not in "iu" or fortran and len(shape) > 1 or not fits:
-    raise StaleIndexError(f"{path} has {len(raw) - start} bytes of data; its header says {dtype.str}{list(shape)}")
-  return raw[start:].view(dtype).reshape(shape)
-
-
-class StoredArrays:
-  """Arrays and the files they are in, so that worker processes map them instead of receiving copies.
-
-  Args:
-    arrays: in memory, or mapped from `paths`.
-    names: of the arrays, for files that have to be written.
-    paths: the files; None if the arrays are in memory only.
-  """
-
-  def __init__(self, arrays: Sequence[np.ndarray], names: Sequence[str], paths: Sequence[str] | None = None):
-    self.arrays, self._names, self._paths = tuple(arrays), tuple(names), paths
-    mapped = zip(paths, self.arrays, strict=True) if paths else ()
-    self.tails = tuple(_mmap_guard.Tail(FileIdentity.of(path), array) for path, array in mapped)
-
-  def ship(self) -> ShippedArrays:
-    """Says what a worker process needs; arrays in memory go to a temporary folder, once, which ends with the process."""
-    if self._paths is None:
-      folder = tempfile.mkdtemp(prefix="maxtext-indices-")
-      atexit.register(shutil.rmtree, folder, ignore_errors=True)
-      self._paths = [os.path.join(folder, f"{name}.npy") for name in self._names]
-      for path, array in zip(self._paths, self.arrays, strict=True):
-        save_array(path, array)
-    return ShippedArrays(self._names, tuple(self._paths), tuple((array.dtype.str, array.shape) for array in self.arrays))
-
-
-class ShippedArrays(NamedTuple):
-  """Stored arrays as they go to a worker process: names and files, dtype and shape of each."""
-
-  names: tuple[str, ...]
-  paths: tuple[str, ...]
-  shapes: tuple[tuple[str, tuple[int, ...]], ...]
-
-  def open(self) -> StoredArrays:
-    """Maps the files.
-
-    Raises:
-      MMapError: if one is not what the sending process had.
-    """
-    try:
-      found = tuple(map(map_array, self.paths))
-    except StaleIndexError as error:
-      raise MMapError(f"{error}; it was changed since the run opened it, start again.") from error
-    arrays = []
-    for path, array, (dtype, shape) in zip(self.paths, found, self.shapes, strict=True):
-      size = math.prod(shape)
-      if array.dtype.str != dtype or array.ndim != len(shape) or array.size < size:
-        raise MMapError(f"{path} was changed since the run opened it; start again.")
-      arrays.append(array.reshape(-1)[:size].reshape(shape))  # of a blend that is longer than asked for, the beginning
-    return StoredArrays(arrays, self.names, self.paths)
 
 
 def triplet_paths(folder: str, name: str | None) -> tuple[str, ...]:
@@ -724,7 +582,7 @@ def save_indices(folder: str, name: str, arrays: Triplet, metadata: dict | None 
     save_array(path, array)
   if metadata is not None:
     paths["metadata"] = metadata_path(folder, name)
-    _save_json(paths["metadata"], metadata)
+    save_json(paths["metadata"], metadata)
   return paths
 
 
