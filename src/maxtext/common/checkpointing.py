@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from maxtext._release.common import checkpointing as release
 from maxtext.common import grain_utility
-from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
+from maxtext.input_pipeline._mmap_files import MMapError, unreadable
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderIterator
 from maxtext.input_pipeline._mmap_order import check_state
 from maxtext.utils import max_logging
@@ -38,8 +38,9 @@ def load_state_if_possible(checkpoint_manager, data_iterator, *args, step: int =
       _check_position(checkpoint_manager.directory / str(found), found, iterator, kwargs.get("maxtext_config"))
     elif kwargs.get("load_full_state_from_path", args[1] if len(args) > 1 else ""):
       max_logging.warning(
-          "load_full_state_path restores the step but not the data's position: the data starts at sample 0 of its order. "
-          "To continue the data too, resume with the run_name of the saved run."
+          "load_full_state_path restores the step but not the data's position: the data starts at sample "
+          f"{iterator.next_sample} of its order, as mmap_npy_start_sample says. To continue the data too, resume with "
+          "the run_name of the saved run, or set that key to the samples that it had read."
       )
   return _released_load(checkpoint_manager, data_iterator, *args, step=step, **kwargs)
 
@@ -48,7 +49,10 @@ def _check_position(checkpoint, step: int, iterator: GlobalOrderIterator, config
   """Raises MMapError unless a checkpoint's data position can be continued to the last step of the run."""
   path = _state_path(checkpoint)
   state = _read_state(path)
-  check_state(state, iterator.order)
+  try:
+    check_state(state, iterator.order)
+  except MMapError as error:
+    raise MMapError(f"{path}: {error}") from None
   position, batch, available = state["next_sample"], iterator.global_batch_size, iterator.available_samples
   if config is not None and position + (config.steps - step - 1) * batch > available:  # the batch size may have changed
     raise MMapError(
@@ -79,8 +83,10 @@ def _read_state(path) -> dict:
   """Returns the iterator state in a file."""
   try:
     return json.loads(path.read_text())
-  except ValueError:
+  except (ValueError, RecursionError):
     return {}  # which no order accepts
+  except OSError as error:
+    raise unreadable(str(path), error) from error
 
 
 # restore_lora and others of the release call it in this module.

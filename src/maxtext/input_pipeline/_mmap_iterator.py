@@ -164,6 +164,11 @@ class GlobalOrderIterator(grain.DatasetIterator):
     return self._dataset.order
 
   @property
+  def next_sample(self) -> int:
+    """The sample of the global order that the next batch begins with."""
+    return self._next_sample
+
+  @property
   def global_batch_size(self) -> int:
     return self._dataset.global_batch_size
 
