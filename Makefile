@@ -13,7 +13,7 @@ JOBS ?= 2
 help:
 	@echo "make demo              tokenize, build indices, train 20 steps on the CPU with a resume (first time: a few minutes)"
 	@echo "make test              unit and integration tests"
-	@echo "make test-long         faults and fuzzing for longer (15 minutes; as root also full and read-only disks)"
+	@echo "make test-long         faults and fuzzing for longer (20 minutes; as root also full and read-only disks)"
 	@echo "make test-reference    live comparison with megatron-core (needs Python 3.11; installs torch and megatron-core)"
 	@echo "make lint              ruff and pyrefly"
 	@echo "make docs              HTML documentation in docs/_build"
