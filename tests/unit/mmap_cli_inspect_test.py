@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of `mmap-index inspect`."""
 
+import json
 import os
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapIndexedDataset
-from maxtext.input_pipeline.mmap_cli import documents, inspect_data
+from maxtext.input_pipeline.mmap_cli import documents, inspect_data, main
 
 EOD = 99
 
@@ -138,3 +140,19 @@ def test_document_lengths_and_ends(rows, tmp_path_factory):
   pieces = documents.lengths(dataset)
   assert np.concatenate([np.zeros(0, np.int64), *pieces]).tolist() == [len(document) for document in flat]
   assert documents.last_tokens(dataset, 100).tolist() == [document[-1] for document in flat if document]
+
+
+@given(data=st.data())
+def test_a_damaged_index_is_a_problem_and_no_traceback(data, tmp_path_factory):
+  prefix = write(tmp_path_factory.mktemp("data") / "data", [[1, 2, EOD], [], [3, EOD], [4]])
+  path = Path(prefix + ".idx")
+  raw = bytearray(path.read_bytes())
+  for _ in range(data.draw(st.integers(1, 3))):
+    raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+  path.write_bytes(raw[: data.draw(st.integers(0, len(raw))) or None])
+  options = main.parse_arguments(["inspect", prefix, "--vocab-size", "50", "--eod-id", str(EOD)])
+  facts = inspect_data.run(options)
+  assert all(problem.endswith(".") for problem in facts["problems"])
+  assert inspect_data.render(facts) and json.dumps(facts)
+  readable = facts["total"]["datasets"]
+  assert facts["problems"] and readable in (0, 1)  # 99 is outside the vocabulary, where it can be read at all

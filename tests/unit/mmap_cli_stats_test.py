@@ -148,9 +148,10 @@ def test_a_picture(mmap_index, books, code, tmp_path):
     ("documents", (books,)),
     ("datasets", (books, code)),
     ("samples", (books, code, "--seq-length", 4)),
+    ("no_suffix", (books,)),
     ("blend", ("--datasets", f"{books},7;{code},3", "--seq-length", 16, "--samples", 50)),
   ):
-    path = tmp_path / f"{name}.png"
+    path = tmp_path / (name if name == "no_suffix" else f"{name}.png")
     status, text, errors = mmap_index("stats", *arguments, "--plot", path)
     assert status == 0 and errors == "" and f"drawn to {path}" in text
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10000

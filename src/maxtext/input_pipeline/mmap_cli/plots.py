@@ -39,7 +39,7 @@ def draw(path: str, facts: dict[str, Any], lengths: LengthHistogram) -> None:
       axes.spines[side].set_visible(False)
     panel(axes, facts, lengths)
   try:
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=os.path.splitext(path)[1][1:] or "png")
   except ValueError as error:
     raise MMapError(f"--plot {path}: {' '.join(str(error).split())}; give a name that ends in .png.") from error
   except OSError as error:
@@ -67,10 +67,10 @@ def _segments(axes, facts, lengths) -> None:
   sums = np.add.reduceat(np.append(histogram, np.zeros(2, np.int64)), edges)[:-1]
   axes.stairs(100 * sums / histogram.sum(), edges - 0.5, fill=True, color=_LIGHT, edgecolor=_DARK)
   limit = facts["recommended"]["max_kda_segments"]
-  axes.axvline(limit, color=_DARK, linestyle=":", label=f"max_kda_segments = {limit}")
+  axes.axvline(limit, color=_DARK, linestyle=":")
   title = f"Segments of a sample, L = {facts['seq_length']:,}, P = {facts['merge']}"
-  axes.set(title=title, xlabel="segments [count]", ylabel="share of samples [%]", ylim=(0, None))
-  axes.legend(edgecolor="1")
+  label = f"segments [count]   (dotted: max_kda_segments = {limit})"
+  axes.set(title=title, xlabel=label, ylabel="share of samples [%]", ylim=(0, None))
 
 
 def _merges(axes, facts, lengths) -> None:
