@@ -131,17 +131,15 @@ def _provenance(order, description) -> list[str]:
 
 def _recorded(order, path: str) -> list[str]:
   """Returns the arrays whose type, shape or checksum is not the one that was recorded when they were written."""
-  import xxhash
-
   from maxtext.input_pipeline import _mmap_index_cache as cache
+  from maxtext.input_pipeline._mmap_index_files import digest_of
 
   problems = []
   recorded = order.metadata.get("arrays")
   recorded = recorded if isinstance(recorded, dict) else {}
   for name, array in zip(cache.ARRAYS, order.arrays(), strict=True):
     record = recorded.get(name)
-    digest = xxhash.xxh3_128_hexdigest(memoryview(array).cast("B") if array.size else b"")
-    found = {"dtype": array.dtype.str, "shape": list(array.shape), "xxh3_128": digest}
+    found = {"dtype": array.dtype.str, "shape": list(array.shape), "xxh3_128": digest_of(array)}
     if record != found:
       problems.append(f"{order.paths[name]} is {found}; {os.path.basename(path)} says {record}; build the indices again.")
   return problems
