@@ -214,6 +214,8 @@ def test_megatrons_files(verify, dataset, tmp_path, request_):
   description.write_text(text.replace("none", "some"))
   assert "was changed: the name of what it says" in verify(tmp_path / "npy", dataset)[1]["problems"][0]
   description.write_text(text)
+  np.save(path, np.load(path).astype(np.int64))
+  assert "shuffle_index.npy holds <i8; expected <u4" in verify(tmp_path / "npy", dataset)[1]["problems"][0]
   change(path, 2, 77)
   assert verify(tmp_path / "npy", dataset)[1]["orders"][0]["differences"][0]["position"] == 2
   assert "was built from /elsewhere/data" in verify(tmp_path / "npy", other, other)[1]["problems"][0]

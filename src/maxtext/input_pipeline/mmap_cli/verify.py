@@ -115,10 +115,10 @@ def _provenance(order, description) -> list[str]:
   from maxtext.input_pipeline.mmap_cli import blends, orders
 
   if order.maker == orders.MEGATRON:
-    return blends.misnamed(orders.description_path(order.folder, order.name))
+    return blends.misnamed(orders.description_path(order.folder, order.name)) + _other_types(order, description)
   path = cache.metadata_path(order.folder, order.name)
   if order.maker == orders.RELEASE:
-    return _release_provenance(order, path)
+    return _release_provenance(order, path) + _other_types(order, description)
   problems = []
   built, expected = order.metadata["built_from"], description.built_from
   for key in sorted({*built, *expected}):
@@ -127,6 +127,15 @@ def _provenance(order, description) -> list[str]:
   if order.name != description.name and not problems:
     problems.append(f"{path}: its name should be {description.name}; a run does not find it.")
   return problems + _recorded(order, path)
+
+
+def _other_types(order, description) -> list[str]:
+  """Returns the arrays of a type that a run, which finds these files by type and shape, does not expect."""
+  problems = []
+  for (name, (dtype, _)), array in zip(description.expected().items(), order.arrays(), strict=True):
+    if array.dtype.str != dtype:
+      problems.append(f"{order.paths[name]} holds {array.dtype.str}; expected {dtype}; build the indices again.")
+  return problems
 
 
 def _recorded(order, path: str) -> list[str]:
