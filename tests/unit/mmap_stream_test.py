@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from maxtext.input_pipeline import _mmap_shards as shards
 from maxtext.input_pipeline import _mmap_stream as library
 from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
@@ -100,6 +101,32 @@ def test_shards_of_one_name_in_several_folders(settings, tmp_path, monkeypatch):
   monkeypatch.setattr(MMapIndexedDataset, "scan", None)
   again = open_stream(settings("{npy}|" + paths, num_samples=20))
   assert samples_of(again.source) == samples_of(first.source) and again.children[0].index.found
+
+
+def test_d8_more_sequences_than_int32_can_number(tmp_path, monkeypatch):
+  monkeypatch.setattr(shards, "MAX_SEQUENCES", 6)
+  paths = split_in_shards(tmp_path, [3], [np.int32])
+  assert len(ShardedDataset(paths)) == 6
+  message = refusal(ShardedDataset, [*paths, write(tmp_path / "t", [4])])
+  assert "s_0 and 2 more have 7 sequences together, and Megatron's document index is int32" in message
+
+
+def test_children_that_share_a_folder_keep_each_others_stamps(settings, tmp_path, monkeypatch):
+  """They are opened side by side, and each writes what it found out of its files."""
+  entries = ("{npy}|" + write(tmp_path / f"c{number}", [5 + number] * 9, number) + ",1" for number in range(24))
+  files = ";".join(entries)
+  first = open_stream(settings(files, num_samples=200))
+  monkeypatch.setattr(shards.MMapIndexedDataset, "scan", None)
+  again = open_stream(settings(files, num_samples=200))
+  assert samples_of(again.source) == samples_of(first.source)
+
+
+def test_what_cannot_be_built_names_its_dataset(settings, tmp_path):
+  short = write(tmp_path / "short", [1])
+  message = refusal(open_stream, settings("{npy}|" + write(tmp_path / "a") + ";{npy}|" + short))
+  assert message.startswith(f"{short}: 1 epochs of 1 tokens do not make one sample of 4 + 1 tokens; ")
+  message = refusal(open_stream, settings("{npy}|" + short, num_samples=10**14))
+  assert message.startswith(f"{short}: the indices of {10**14} samples ") and "memory; ask for fewer samples" in message
 
 
 def test_an_empty_shard_among_others_does_no_harm(settings, tmp_path):

@@ -235,8 +235,11 @@ def describe(
   if not 0 <= request.seed < 2**32:
     raise MMapError(f"the seed is {request.seed}; expected 0 to {2**32 - 1}, as NumPy's generator takes it.")
   dataset = open_dataset(input_paths)
-  with concurrent.futures.ThreadPoolExecutor(min(len(dataset.shards), _SCANNERS)) as pool:
-    facts = list(pool.map(lambda shard: dataset_facts(shard, stamps), dataset.shards))
+  if len(dataset.shards) == 1:  # as most children of a blend: a thread would cost more than it saves
+    facts = [dataset_facts(dataset.shards[0], stamps)]
+  else:
+    with concurrent.futures.ThreadPoolExecutor(min(len(dataset.shards), _SCANNERS)) as pool:
+      facts = list(pool.map(lambda shard: dataset_facts(shard, stamps), dataset.shards))
   _check_not_empty(dataset, facts)
   sequences = len(dataset)
   begin, end = (0, sequences)
@@ -248,9 +251,12 @@ def describe(
         f"the {utils.SPLIT_NAMES[request.split_index]} part of split {request.split!r} is sequences {begin} to {end} of "
         f"{sequences} in {dataset.name} and holds {end - begin} sequences and 0 tokens; give it a larger share."
     )
-  plan = utils.plan_epochs(
-      tokens, request.seq_length, request.num_samples, request.num_epochs, request.add_extra_token
-  )
+  try:
+    plan = utils.plan_epochs(
+        tokens, request.seq_length, request.num_samples, request.num_epochs, request.add_extra_token
+    )
+  except MMapError as error:
+    raise MMapError(f"{dataset.name}: {error}") from None
   if separate_last_epoch is not None:
     plan = dataclasses.replace(plan, separate_last_epoch=separate_last_epoch)
   built_from = {
@@ -293,14 +299,14 @@ def iter_description(input_paths, request: IndexRequest, description: IndexDescr
   Raises:
     MMapError: if the arrays do not fit into this machine's memory.
   """
+  dataset = open_dataset(input_paths)
   needed = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in description.expected().values())
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
   if needed > memory:
     raise MMapError(
-        f"the indices of {description.plan.samples} samples ({description.plan.num_epochs} epochs) take {needed} bytes, "
-        f"and this machine has {memory} of memory; ask for fewer samples, or build them on a larger machine."
+        f"{dataset.name}: the indices of {description.plan.samples} samples ({description.plan.num_epochs} epochs) take "
+        f"{needed} bytes, and this machine has {memory} of memory; ask for fewer samples, or build them on a larger one."
     )
-  dataset = open_dataset(input_paths)
   for named_array in utils.iter_indices(
       dataset.sizes,
       description.longest,

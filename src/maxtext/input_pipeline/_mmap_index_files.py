@@ -121,21 +121,28 @@ class Stamps:
   datasets in several folders may share a name.
   """
 
+  # The file that was read or written last, its status and records: all children of a blend may share a folder.
+  _latest: tuple[str, list[int], dict[str, dict[str, Any]]] = ("", [], {})
+
   def __init__(self, folder: str):
     self._path = os.path.join(folder, STAMPS)
     self._records = self._read()
     self._new: dict[str, dict[str, Any]] = {}
 
   def _read(self) -> dict[str, dict[str, Any]]:
-    if os.path.isfile(self._path):
-      try:
+    try:
+      stat = stat_of(self._path)
+      path, known, records = Stamps._latest
+      if (path, known) != (self._path, stat):
         with open(self._path, encoding="utf-8") as file:
           content = json.load(file)
-        if content["xxh3_128"] == digest_of_json(content["records"]):
-          return content["records"]
-      except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # only a saving of work
-    return {}
+        records = content["records"]
+        if content["xxh3_128"] != digest_of_json(records):
+          return {}
+        Stamps._latest = self._path, stat, records
+      return dict(records)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+      return {}  # only a saving of work
 
   @property
   def changed(self) -> bool:
@@ -152,7 +159,7 @@ class Stamps:
     return record
 
   def save(self) -> None:
-    """Adds the new records to those that the file has by now: datasets that are opened side by side may share a folder."""
+    """Adds the new records to those that the file has by now: datasets opened side by side may share a folder."""
     if not self._new:
       return
     with _SAVING_STAMPS:
@@ -160,6 +167,7 @@ class Stamps:
       self._records = dict([*kept.items(), *self._new.items()][-_MOST_STAMPS:])  # the latest are the last
       try:
         save_json(self._path, {"records": self._records, "xxh3_128": digest_of_json(self._records)})
+        Stamps._latest = self._path, stat_of(self._path), dict(self._records)
         self._new = {}
       except OSError:
         pass

@@ -12,7 +12,8 @@ import numpy as np
 
 from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline import _mmap_remote as remote
-from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
+from maxtext.input_pipeline._mmap_files import MMapError
+from maxtext.input_pipeline._mmap_indexed_dataset import MAX_SEQUENCES, MMapIndexedDataset
 
 
 class Piece(NamedTuple):
@@ -38,12 +39,17 @@ class ShardedDataset:
     paths: prefixes, folders of datasets, or several joined by ':'; see `resolve_shard_prefixes`, which gives the order.
 
   Raises:
-    MMapError: if a path names no dataset, or one that cannot be opened.
+    MMapError: if a path names no dataset, or one that cannot be opened, or they have 2**31 sequences or more.
   """
 
   def __init__(self, paths: str | os.PathLike | Sequence[str | os.PathLike]):
     self.shards = tuple(MMapIndexedDataset(prefix) for prefix in utils.resolve_shard_prefixes(paths))
     self._firsts = np.cumsum([0, *map(len, self.shards)], dtype=np.int64).tolist()
+    if len(self) > MAX_SEQUENCES:
+      raise MMapError(
+          f"{self.name} have {len(self)} sequences together, and Megatron's document index is int32; give at most "
+          f"{MAX_SEQUENCES} sequences to one dataset, and blend several."
+      )
 
   def __len__(self) -> int:
     return self._firsts[-1]
