@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 
+from absl import flags
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
@@ -578,3 +579,91 @@ def test_get_mmap_npy_dataset_hands_the_samples_to_the_transforms(folder, datase
   assert rest == [False, 0, 1, 1, 2, 16, 500]
   message = refusal(library.get_mmap_npy_dataset, f"{entry},1;{entry},2", *given_)
   assert "grain_train_files is a blend with weights, and no number of samples is set" in message
+
+
+# The life of index files under a run.
+
+
+def open_d1(folder, dataset, **settings) -> MegatronNpyDataSource:
+  return MegatronNpyDataSource(folder, dataset, EOD, 4, request=D1_REQUEST, **settings)
+
+
+def test_index_files_are_built_once_found_and_mended(folder, dataset, caplog):
+  caplog.set_level(logging.WARNING, logger=cache.__name__)
+  first = open_d1(folder, dataset)
+  assert not first.index.found and first.index.saved
+  assert open_d1(folder, dataset).index.found and "again" not in caplog.text
+  path = first.index.paths[2]
+  array = np.load(path)
+  cache.save_array(path, array[::-1])
+  mended = open_d1(folder, dataset)
+  assert not mended.index.found and f"{path} has changed since it was written" in caplog.text
+  np.testing.assert_array_equal(np.load(path), array)
+  assert samples_of(mended) == samples_of(open_d1(folder, dataset))
+
+
+def test_a_process_that_does_not_write_finds_or_builds(folder, dataset):
+  alone = open_d1(folder, dataset, write=False)
+  assert not alone.index.found and not alone.index.saved and not os.path.exists(folder)
+  open_d1(folder, dataset)
+  assert open_d1(folder, dataset, write=False).index.found
+  assert samples_of(alone) == samples_of(open_d1(folder, dataset))
+
+
+def test_a_replaced_dataset_has_an_order_of_its_own(tmp_path, folder, dataset):
+  before = open_d1(folder, dataset)
+  write(tmp_path / "data", D1_LENGTHS[::-1])
+  after = open_d1(folder, dataset)
+  assert not after.index.found and after.index.description.name != before.index.description.name
+
+
+# The pipeline of a run.
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, folder, dataset):
+  """Makes the training or evaluation iterator of a config that reads the dataset."""
+  from maxtext.configs import pyconfig
+  from maxtext.input_pipeline import grain_data_processing
+  from maxtext.utils import maxtext_utils
+
+  monkeypatch.chdir(tmp_path)
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # Grain looks at its flags; a training run has parsed them
+
+  def make(part="train", **keys):
+    settings = {
+      "skip_jax_distributed_system": True, "run_name": "t", "base_output_directory": tmp_path, "model_name": "gpt3-52k",
+      "dataset_type": "grain", "grain_file_type": "mmap_npy", "grain_train_files": f"{folder}|{dataset}",
+      "grain_eval_files": f"{folder}|{dataset}", "max_target_length": 4, "mmap_eod_id": EOD, "data_shuffle_seed": 42,
+      "per_device_batch_size": 4, "steps": 2, "grain_worker_count": 0, "packing_max_segments_per_sample": 0, **keys,
+    }  # fmt: skip
+    config = pyconfig.initialize(["", "base.yml", *(f"{key}={value}" for key, value in settings.items())])
+    mesh = maxtext_utils.get_mesh_from_config(config)
+    return getattr(grain_data_processing, f"make_grain_{part}_iterator")(config, mesh, [0])
+
+  return make
+
+
+def test_a_run_trains_on_megatrons_samples_in_order(run, folder, dataset):
+  tokens = np.array(samples_of(open_d1(folder, dataset)))
+  iterator = iter(run())
+  for step in range(2):
+    batch = {name: np.asarray(values) for name, values in next(iterator).items()}
+    expected = tokens[4 * step : 4 * step + 4]
+    np.testing.assert_array_equal(batch["inputs"], expected[:, :-1])
+    np.testing.assert_array_equal(batch["targets"], expected[:, 1:])
+    assert batch["inputs_segmentation"].tolist() == batch["targets_segmentation"].tolist() == [[1] * 4] * 4
+    assert batch["inputs_position"].tolist() == batch["targets_position"].tolist() == [[0, 1, 2, 3]] * 4
+
+
+def test_every_evaluation_reads_the_same_samples(run):
+  keys = {"eval_interval": 1, "eval_steps": 2, "mmap_npy_num_eval_samples": 20}
+  iterator = run("eval", **keys)
+  evaluations = []
+  for _ in range(2):
+    iterator.reset()
+    evaluations.append([np.asarray(next(iterator)["inputs"]).tolist() for _ in range(2)])
+  assert evaluations[0] == evaluations[1]
+  assert evaluations[0][0] != evaluations[0][1]
+  assert evaluations[0][0][0] == [201, 202, 100, 101], "the first of D1's 20 samples"
