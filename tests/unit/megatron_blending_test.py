@@ -258,6 +258,9 @@ def test_another_process_than_the_first_does_not_write(folder):
 class Numbers(list):
   """Elements that say where they come from."""
 
+  def read_rows(self, indices):
+    return np.array([self[index] for index in indices], np.int32).reshape(len(indices), 2)
+
 
 def source(weights=(0.7, 0.3), lengths=(8, 8), **settings):
   datasets = [Numbers((number, row) for row in range(length)) for number, length in enumerate(lengths)]
@@ -272,6 +275,14 @@ def test_elements_are_those_of_the_children():
   for index in (10, -11):
     with pytest.raises(IndexError, match=f"sample {index} of 10"):
       blended[index]
+
+
+@given(st.lists(st.integers(-60, 59), max_size=30))
+def test_rows_of_several_children_come_in_the_order_asked_for(indices):
+  blended = source((0.5, 0.2, 0.3), (60, 60, 60), size=60)
+  rows = blended.read_rows(np.array(indices, np.int64))
+  assert rows.dtype == np.int32 and rows.shape == (len(indices), 2)
+  assert [tuple(row) for row in rows.tolist()] == [blended[index] for index in indices]
 
 
 def test_d7_weight_zero_is_left_out_and_keeps_the_numbers():

@@ -512,12 +512,16 @@ class MegatronBlendedDataSource:
     """Reads several elements, int32[len(indices), seq_length + 1]; each dataset's in one call."""
     places = [self.child(index) for index in indices]
     _mmap_guard.check(self._stored.tails)
-    rows: list[np.ndarray | None] = [None] * len(places)
-    for dataset in sorted({dataset for dataset, _ in places}):
-      own = [row for row, place in enumerate(places) if place[0] == dataset]
-      for row, tokens in zip(own, self._datasets[dataset].read_rows([places[row][1] for row in own]), strict=True):
-        rows[row] = tokens
-    return np.stack(rows)  # pyrefly: ignore[no-matching-overload]
+    if not places:
+      return self._datasets[0].read_rows([])
+    rows_of: dict[int, list[int]] = {}
+    for row, (dataset, _) in enumerate(places):
+      rows_of.setdefault(dataset, []).append(row)
+    parts = [self._datasets[dataset].read_rows([places[row][1] for row in own]) for dataset, own in rows_of.items()]
+    tokens = np.concatenate(parts)
+    out = np.empty_like(tokens)
+    out[np.concatenate(list(rows_of.values()))] = tokens
+    return out
 
   def pieces(self, index: int):
     """Returns where the tokens of element `index` lie in the files of its dataset."""
