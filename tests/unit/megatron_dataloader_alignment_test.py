@@ -11,6 +11,7 @@ from pathlib import Path
 import pickle
 import types
 
+from absl import flags
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
@@ -426,3 +427,39 @@ def test_evaluation_is_megatrons_validation_split(tmp_path, build):
       assert_as_summarised(array, golden[name], f"child {child.number} {name}")
   tokens = stream.source.read_rows(np.arange(build["sizes"][1]))
   assert hashlib.sha256(np.ascontiguousarray(tokens, "<i4")).hexdigest() == expected["tokens"]["sha256"]
+
+
+@pytest.mark.parametrize("name", ["eval-alone-32", "eval-blend-96"])
+def test_the_batches_of_a_runs_evaluation_are_megatrons(tmp_path, monkeypatch, name):
+  """Through a whole config and its evaluation iterator: tokens, loss masks and positions of the first evaluation."""
+  from maxtext.configs import pyconfig
+  from maxtext.input_pipeline import grain_data_processing
+  from maxtext.utils import maxtext_utils
+
+  monkeypatch.chdir(tmp_path)
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # Grain looks at its flags; a training run has parsed them
+  (build,) = [build for build in BLENDS["builds"] if build["name"] == name]
+  expected, run, files = build["parts"][1], build["run"], files_of(tmp_path, build, 1)
+  settings = {
+    "skip_jax_distributed_system": True, "run_name": "t", "base_output_directory": tmp_path, "model_name": "gpt3-52k",
+    "dataset_type": "grain", "grain_file_type": "mmap_npy", "grain_train_files": f"'{files}'",
+    "grain_eval_files": f"'{files}'", "max_target_length": build["seq_length"], "vocab_size": 100_000, "mmap_eod_id": EOD,
+    "data_shuffle_seed": build["seed"], "mmap_npy_split": f"'{build['split']}'", "packing_max_segments_per_sample": 0,
+    "eval_interval": run["eval_interval"], "eval_steps": run["eval_iters"], "eval_per_device_batch_size": run["batch"],
+    "mmap_npy_num_eval_samples": build["sizes"][1], "steps": run["train_iters"], "override_model_config": True,
+  }  # fmt: skip
+  config = pyconfig.initialize(["", "base.yml", *(f"{key}={value}" for key, value in settings.items())])
+  assert config.global_batch_size_to_load_eval == run["batch"]
+  mesh = maxtext_utils.get_mesh_from_config(config)
+  iterator = grain_data_processing.make_grain_eval_iterator(config, mesh, [0])
+  for _ in range(2):  # every evaluation begins with the first
+    iterator.reset()
+    batches = [{field: np.asarray(values) for field, values in next(iterator).items()} for _ in range(run["eval_iters"])]
+    fields = {field: np.concatenate([batch[field] for batch in batches]) for field in batches[0]}
+    assert len(fields["inputs"]) == run["eval_iters"] * run["batch"]
+    for row, tokens in enumerate(expected["samples"][: len(fields["inputs"])]):
+      assert [*fields["inputs"][row].tolist(), int(fields["targets"][row, -1])] == tokens
+    for row, masks in enumerate(expected["masks"]):
+      assert fields["targets_segmentation"][row].tolist() == masks["loss_mask"]
+      assert fields["targets_position"][row].tolist() == masks["position_ids"]
