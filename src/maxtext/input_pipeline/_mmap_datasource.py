@@ -6,9 +6,10 @@ Replaces the release's module of this name; public names and signatures are kept
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from typing import NamedTuple
@@ -235,9 +236,13 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
 
   def _check_eod(self, split_sentences: bool) -> None:
     """Warns if no document that is looked at ends with the EOD token."""
-    pieces = [piece for piece in self._document_ends(split_sentences) if piece.length]
-    tokens = [int(token[0]) for token in self.dataset.read(pieces)]
-    if tokens and self._eod_id not in tokens:
+    pieces = (piece for piece in self._document_ends(split_sentences) if piece.length)
+    tokens: list[int] = []
+    for part in (itertools.islice(pieces, 1), pieces):  # in most datasets the first one has it
+      tokens += [int(token[0]) for token in self.dataset.read(list(part))]
+      if self._eod_id in tokens:
+        return
+    if tokens:
       log.warning(
           "NO EOD TOKEN FOUND: none of %d documents of %s ends with mmap_eod_id=%d (the first ends with %d), so "
           "documents are not separated. Set mmap_eod_id to the token that preprocessing wrote, or preprocess with "
@@ -248,11 +253,10 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
           tokens[0],
       )
 
-  def _document_ends(self, split_sentences: bool) -> list[Piece]:
-    """Returns the last tokens of documents here and there; pieces of length 0 for empty documents."""
+  def _document_ends(self, split_sentences: bool) -> Iterator[Piece]:
+    """Yields the last tokens of documents here and there; pieces of length 0 for empty documents."""
     shards = self.dataset.shards
     chosen = np.linspace(0, len(shards) - 1, min(_EOD_PROBES, len(shards)), dtype=np.int64).tolist()
-    pieces = []
     for number in chosen:
       shard = shards[number]
       documents = shard.header.num_documents if split_sentences else len(shard)
@@ -260,8 +264,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
       rows = shard.doc_idx[probes + 1] - 1 if split_sentences else probes
       for row in (row for row in rows.tolist() if row >= 0):
         size = int(shard.sizes[row])
-        pieces.append(Piece(number, row, max(size - 1, 0), min(size, 1)))
-    return pieces
+        yield Piece(number, row, max(size - 1, 0), min(size, 1))
 
   def _check_seq_length(self, where: str) -> None:
     """Refuses indices that were built for another sequence length."""
