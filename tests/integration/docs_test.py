@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import hashlib
 import io
 import json
 import logging
@@ -29,6 +30,9 @@ import pytest
 
 import maxtext
 from maxtext.configs import types
+from maxtext.input_pipeline import _megatron_blending as blending
+from maxtext.input_pipeline import _mmap_index_cache as cache
+from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline import grain_data_processing
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
 from maxtext.input_pipeline.mmap_cli import main as mmap_index
@@ -55,7 +59,7 @@ LEFT_OUT = {
 STAND_INS = {"gs://my-bucket": "file://$PWD/bucket", "/tmp/maxtext-cache": "$PWD/cache"}
 # Commands that find what they look for and say so by their exit code.
 BAD_NEWS = ("mmap-index diff data/indices data/longer",)
-# Pages that go on with what another one made: the beginnings of the commands that come before.
+# Pages that go on with a run of another page: that page, and what the command begins with.
 BEFORE = {"megatron_resume.md": ("megatron_mmap.md", TRAIN + "mmap_npy_megatron_gpt.yml run_name=small")}
 
 
@@ -132,7 +136,38 @@ def prepared(tmp_path_factory) -> Path:
         writer.add_document(np.array([*tokens, EOD]))
   shutil.copytree(folder / "data", folder / "bucket" / "data")
   (folder / "tools").symlink_to(CHECKOUT / "tools")
+  with contextlib.chdir(folder):
+    write_megatron_cache(Path("megatron", "cache"))
   return folder
+
+
+def write_megatron_cache(folder: Path) -> None:
+  """Writes what megatron-core 0.16.1 leaves of the run in `MEGATRON_SCRIPT`, name for name; see cache_reference.py."""
+  folder.mkdir(parents=True)
+  weights = {"data/books": 0.7, "data/code": 0.3}
+  for part, size in (("train", 16000), ("valid", 480)):
+    children = []
+    buffers = utils.compute_blend_buffers(size, list(weights.values()), 0.5)
+    for prefix, count in zip(weights, buffers, strict=True):
+      number = utils.SPLIT_NAMES.index(part)
+      arrays = cache.build_in_memory(prefix, cache.IndexRequest(2048, 1234, count, None, "99,1,0", number))[:3]
+      child = {"class": "GPTDataset", "dataset_path": prefix, "num_samples": count, "index_split": part}
+      child |= {"random_seed": 1234, "sequence_length": 2048, "split": "99,1,0"}
+      child |= {"split_matrix": [[0, 0.99], [0.99, 1.0], None], "tokenizer": {"class": "none"}}
+      children.append(child)
+      write_described(folder, f"GPTDataset-{part}", child, dict(zip(cache.ARRAYS, arrays, strict=True)))
+    pair = blending.draw(blending.weighted_blend(list(weights.values()), size))[0]
+    content = {"class": "BlendedDataset", "datasets": children, "split": part}
+    content |= {"weights": [*weights.values()], "size": size}
+    write_described(folder, f"BlendedDataset-{part}", content, dict(zip(blending.ARRAYS, pair, strict=True)))
+
+
+def write_described(folder: Path, kind: str, content: dict, arrays: dict) -> None:
+  text = json.dumps(content, indent=4)
+  start = folder / f"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}-{kind}"
+  Path(f"{start}-description.txt").write_text(text)
+  for name, array in arrays.items():
+    np.save(f"{start}-{name}.npy", array)
 
 
 @pytest.fixture
@@ -230,17 +265,50 @@ def steps_of(page: Path) -> list[Block]:
   return [block for block in blocks(page) if block.language in ("sh", "python", "text", "yaml")]
 
 
+def begun_by(page: str, beginning: str) -> str:
+  """Returns the one command of a page that begins so."""
+  (found,) = (path for path in PAGES if path.name == page)
+  (command,) = (command for command in shell_commands(found) if command.startswith(beginning))
+  return command
+
+
+def shell_commands(page: Path) -> list[str]:
+  return [command for block in blocks(page) if block.language == "sh" for command in commands(block)]
+
+
 def left_out(command: str) -> bool:
   return command.startswith(tuple(LEFT_OUT))
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> dict[str, tuple[Path, str]]:
+  """What training commands left, and printed, for pages that go on with it."""
+  return {}
+
+
+def train_once(command: str, place: Path, kept, tmp_path_factory) -> str:
+  """Trains, or takes over what the same command left on another page."""
+  if command not in kept:
+    printed, folder = run(command), tmp_path_factory.mktemp("kept")
+    for name in ("output", "data/indices"):
+      shutil.copytree(place / name, folder / name)
+    kept[command] = folder, printed
+  folder, printed = kept[command]
+  shutil.copytree(folder, place, dirs_exist_ok=True)
+  return printed
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if steps_of(page)], ids=lambda page: page.name)
-def test_page(page, place, capsys):
-  other, beginning = BEFORE.get(page.name, (page.name, "nothing"))
-  for block in blocks(page.with_name(other)):
-    for command in commands(block) if block.language == "sh" else ():
-      if command.startswith(beginning):
-        run(command)
+def test_page(page, place, kept, tmp_path_factory):
+  before = {name: begun_by(*begins) for name, begins in BEFORE.items()}
+
+  def run_or_take(command: str) -> str:
+    if command in before.values():
+      return train_once(command, place, kept, tmp_path_factory)
+    return run(command)
+
+  if page.name in before:
+    run_or_take(before[page.name])
   printed, section, ran = "", 0, 0
   for block in steps_of(page):
     where = f"{page.relative_to(CHECKOUT)}:{block.line}"
@@ -251,7 +319,7 @@ def test_page(page, place, capsys):
       ran += 1
     elif block.language == "sh":
       wanted = [command for command in commands(block) if not left_out(command)]
-      printed += "\n".join(map(run, wanted))
+      printed += "\n".join(map(run_or_take, wanted))
       ran += len(wanted)
     elif printed:  # the first such block after commands is their output
       assert_shown(block.text, printed, where)
@@ -278,7 +346,7 @@ def given(page: Path, place: Path) -> dict:
 
 
 def test_what_is_left_out_is_written_somewhere():
-  every = [command for page in PAGES for block in blocks(page) if block.language == "sh" for command in commands(block)]
+  every = [command for page in PAGES for command in shell_commands(page)]
   for beginning in (*LEFT_OUT, *BAD_NEWS):
     assert any(command.startswith(beginning) for command in every), beginning
 
@@ -310,7 +378,7 @@ def test_messages_of_the_tables_are_the_code_s():
   found = messages(CHECKOUT / "docs" / "guides" / "megatron_errors.md")
   assert len(found) > 50
   for message in found:
-    parts = [part for part in message.split("...") if part]
+    parts = [part.strip() for part in message.split("...") if part.strip()]
     assert any(in_order(parts, text) for text in texts), message
 
 
