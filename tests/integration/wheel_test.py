@@ -56,6 +56,7 @@ def test_contents(wheel):
   assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.12"
   assert {"tpu", "cuda12", "test", "docs"} <= {*metadata.get_all("Provides-Extra")}
   assert scripts.count("dependencies.scripts.") == 6
+  assert "mmap-index = maxtext.input_pipeline.mmap_cli.main:main" in scripts
 
 
 def evaluate(python, expression):
@@ -86,4 +87,7 @@ def test_trains_outside_the_checkout(wheel, tmp_path):
   assert done.returncode == 0, log[-3000:]
   assert log.count("completed step: ") == 2
   assert str(CHECKOUT / "src") not in log
+  code = "import sys; from maxtext.input_pipeline.mmap_cli.main import main; sys.exit(main(['stats', '--help']))"
+  shown = subprocess.run([python, "-P", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+  assert shown.returncode == 0 and "max_kda_segments" in shown.stdout, shown.stderr
   assert evaluate(python, "*maxtext.__path__").split() == [str(site / "maxtext"), str(site / "maxtext" / "_release")]

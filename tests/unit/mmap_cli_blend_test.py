@@ -132,9 +132,9 @@ def test_bars_name_their_dataset(blend, datasets, monkeypatch):
 def test_errors_are_one_sentence(blend, datasets, tmp_path):
   (tmp_path / "file").write_text("")
   for files, arguments, expected in (
-    (datasets[0], (), "entry 0 is"),
+    (datasets[0], (), "has no weights"),
     (f"{datasets[0]},-1", (), "entry 0 is"),
-    (f"{datasets[0]},0", (), "no dataset a positive weight"),
+    (f"{datasets[0]},0", (), "the weights add up to 0"),
     (f"{datasets[0]},1;{tmp_path}/none,1", (), "found neither"),
     (f"{datasets[0]},1", ("--split-index", 1), "needs --split"),
     (f"{datasets[0]},1", ("--split", "0,1"), "the train part of split '0,1'"),

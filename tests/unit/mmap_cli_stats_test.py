@@ -172,7 +172,7 @@ def test_arguments_that_cannot_be_used(mmap_index, books):
     (("--datasets", f"{books},1", "--seq-length", 4), "give --samples"),
     (("--datasets", f"{books},x"), "entry 0 is"),
     (("--datasets", f"{books},nan"), "entry 0 is"),
-    (("--datasets", f"{books},0"), "no dataset a positive weight"),
+    (("--datasets", f"{books},0"), "the weights add up to 0"),
     ((books, "--split-index", 1), "--split-index 1 needs --split"),
     ((books, "--seq-length", 100), "do not make one sample of 100"),
     (("nowhere",), "found neither nowhere.idx"),

@@ -153,7 +153,7 @@ def _of_batches(config) -> Iterator[str]:
 
 def _of_files(config, key: str) -> Iterator[str]:
   """What a key says of datasets."""
-  from maxtext.input_pipeline import _mmap_datasource as datasource  # here, since every run imports this module
+  from maxtext.input_pipeline import _mmap_mixture as mixtures  # here, since every run imports this module
 
   text = getattr(config, key)
   try:
@@ -162,9 +162,9 @@ def _of_files(config, key: str) -> Iterator[str]:
 
       window_rows.check_mmap_files(key, text)
       return
-    mixture = datasource.parse_mixture(text, key)
+    mixture = mixtures.parse_mixture(text, key)
     for entry in mixture.entries:
-      datasource.parse_npy_entry(entry, key)
+      mixtures.parse_npy_entry(entry, key)
   except MMapError as error:
     yield str(error)
     return

@@ -12,7 +12,6 @@ import functools
 import itertools
 import logging
 import math
-from typing import NamedTuple
 
 import grain.python as grain
 import numpy as np
@@ -34,6 +33,7 @@ from maxtext.input_pipeline._mmap_indexed_dataset import (
     MMapError,
     MMapIndexedDataset,
 )
+from maxtext.input_pipeline._mmap_mixture import Mixture, parse_mixture, parse_npy_entry
 from maxtext.input_pipeline._mmap_shards import Piece, ShardedDataset
 from maxtext.input_pipeline._mmap_windows import (
     MMapIndexedDataSource,
@@ -83,77 +83,6 @@ class MMapDatasetConfig:
   seed: int = 1234
   split_ratio: str | None = None
   split_index: int = 0
-
-
-# What grain_train_files says.
-
-
-class Mixture(NamedTuple):
-  """The datasets that a key names.
-
-  Attributes:
-    entries: each as written, without its weight.
-    weights: as written, or None where no entry has one.
-    mixed: whether there is a ';', so that even one entry counts as a blend.
-  """
-
-  entries: tuple[str, ...]
-  weights: tuple[float, ...] | None
-  mixed: bool
-
-  @property
-  def used(self) -> list[int]:
-    """Numbers of the entries that do not have weight 0."""
-    return [number for number in range(len(self.entries)) if self.weights is None or self.weights[number] > 0]
-
-
-def parse_mixture(text: str, key: str = "grain_train_files") -> Mixture:
-  """Parses "entry", "entry,weight;entry,weight;..." or, to use each entry once and whole, "entry;entry;...".
-
-  A comma belongs to the path where there is only one entry, and before the last comma elsewhere.
-
-  Raises:
-    MMapError: for a missing entry or weight, and for weights that are not finite, not negative, with a positive total.
-  """
-  if not text.replace(";", "").strip():
-    raise MMapError(f"{key} is empty; expected the path of a Megatron dataset.")
-  if ";" not in text:
-    return Mixture((text.strip(),), None, False)
-  parts = [part.strip() for part in text.split(";") if part.strip()]
-  if not any("," in part for part in parts):
-    return Mixture(tuple(parts), None, True)
-  entries, weights = zip(*(_weighted(part, number, key) for number, part in enumerate(parts)), strict=True)
-  total = sum(weights)
-  if not 0 < total < math.inf:
-    raise MMapError(f"{key}: the weights add up to {total}; expected a positive finite total.")
-  return Mixture(entries, weights, True)
-
-
-def _weighted(part: str, number: int, key: str) -> tuple[str, float]:
-  """Parses "entry,weight"."""
-  entry, comma, text = part.rpartition(",")
-  try:
-    weight = float(text) if comma else math.nan
-  except ValueError:
-    weight = math.nan
-  if not entry.strip() or not math.isfinite(weight) or weight < 0:
-    raise MMapError(f"{key}: entry {number} is {part!r}; expected 'entry,weight' with a finite weight of 0 or more.")
-  return entry.strip(), weight
-
-
-def parse_npy_entry(entry: str, key: str = "grain_train_files") -> tuple[str, list[str]]:
-  """Parses "npy_dir|path:path:..." to the index folder and the paths of the dataset's shards.
-
-  Raises:
-    MMapError: if a half is missing.
-  """
-  folder, bar, paths = (half.strip() for half in entry.partition("|"))
-  if not bar or not folder or not paths or "|" in paths:
-    raise MMapError(f"{key}: {entry!r} is not 'npy_dir|bin_prefix_or_directory', a folder for index files and a dataset.")
-  try:
-    return folder, split_paths(paths)
-  except MMapError as error:
-    raise MMapError(f"{key}: {error}") from None
 
 
 # Samples in Megatron's order.

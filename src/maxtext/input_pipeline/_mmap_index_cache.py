@@ -258,7 +258,7 @@ def describe(
   except MMapError as error:
     raise MMapError(f"{dataset.name}: {error}") from None
   if separate_last_epoch is not None:
-    plan = dataclasses.replace(plan, separate_last_epoch=separate_last_epoch)
+    plan = utils.with_last_epoch(plan, separate_last_epoch, tokens, request.seq_length, request.add_extra_token)
   built_from = {
       "format": FORMAT,
       "datasets": [{key: fact[key] for key in ("digest", "sequences", "tokens")} for fact in facts],

@@ -28,7 +28,8 @@ MAX_SHUFFLE = 1 << 32
 _pread = types.ExternalFunction("pread", types.intp(types.intc, types.voidptr, types.uintp, types.int64))
 
 
-def _jit(function):
+def jit(function):
+  """Compiles a function without the GIL; kept on disk where a folder for it can be written."""
   try:
     return numba.njit(function, cache=True, nogil=True)
   except RuntimeError:  # no folder for compiled code can be written: compile in every process
@@ -55,7 +56,7 @@ def prefetch(typingctx, array, index):
   return types.void(array, types.uint64), generate
 
 
-@_jit
+@jit
 def _next_words(key, out):
   """Advances the generator's 624 words and writes them, tempered, to `out`."""
   upper, lower, matrix = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x9908B0DF)
@@ -70,7 +71,7 @@ def _next_words(key, out):
   temper(key, out)
 
 
-@_jit
+@jit
 def temper(key, out):
   """Writes the generator's output for its 624 words `key` to `out`, both uint32[624]."""
   for k in range(_WORDS):
@@ -81,7 +82,7 @@ def temper(key, out):
     out[k] = y ^ (y >> np.uint32(18))
 
 
-@_jit
+@jit
 def _draw(key, words, position, first, count, draws):
   """Fills `draws[:count]` with the partners of elements first, first - 1, ..., and returns the word position."""
   n = np.int64(0)
@@ -110,7 +111,7 @@ def _draw(key, words, position, first, count, draws):
   return position
 
 
-@_jit
+@jit
 def _any_close(words, position, stop, mask, bound):
   """Whether a draw of words[position:stop] may lie on either side of the bound, which falls by 1 with each accepted."""
   close, span = np.uint32(0), np.uint32(stop - position)
@@ -119,7 +120,7 @@ def _any_close(words, position, stop, mask, bound):
   return close != 0
 
 
-@_jit
+@jit
 def _accept(words, position, stop, mask, bound, draws, n):
   """Appends the draws up to a fixed bound at draws[n], without a branch; returns the new n."""
   end, high = np.uint64(n), np.uint64(bound)
@@ -130,7 +131,7 @@ def _accept(words, position, stop, mask, bound, draws, n):
   return np.int64(end)
 
 
-@_jit
+@jit
 def _swap(array, first, count, draws):
   for t in range(count):
     prefetch(array, np.uint64(draws[min(t + _AHEAD, count - 1)]))  # pyrefly: ignore[missing-argument]
@@ -141,7 +142,7 @@ def _swap(array, first, count, draws):
     array[j] = value
 
 
-@_jit
+@jit
 def shuffle_steps(array, key, words, position, first, last, draws):
   """Does the shuffle's steps for elements first, first - 1, ..., last + 1.
 
@@ -163,7 +164,7 @@ def shuffle_steps(array, key, words, position, first, last, draws):
   return position
 
 
-@_jit
+@jit
 def fill_epochs(out, begin, count):
   """Fills int32[epochs * count] with begin, ..., begin + count - 1 once an epoch."""
   for epoch in range(0, out.shape[0], max(count, 1)):
@@ -171,7 +172,7 @@ def fill_epochs(out, begin, count):
       out[epoch + k] = begin + k
 
 
-@_jit
+@jit
 def sample_index_rows(sizes, document_index, first, last, state, sequence_length, extra, out):
   """Writes the sample index rows that begin in documents `first` to `last` of the document index.
 
@@ -199,7 +200,7 @@ def sample_index_rows(sizes, document_index, first, last, state, sequence_length
   state[0], state[1], state[2] = start, wanted, row
 
 
-@_jit
+@jit
 def read_sample(descriptor, itemsize, sizes, pointers, document_index, sample_index, sample, extra, out):
   """Reads the tokens of one sample from a `.bin` file, a system call per piece.
 
@@ -242,7 +243,7 @@ def read_sample(descriptor, itemsize, sizes, pointers, document_index, sample_in
   return filled
 
 
-@_jit
+@jit
 def any_outside(values, low, high):
   """Whether an integer array, [n], has a value outside low..high (both included)."""
   bad = False
@@ -251,7 +252,7 @@ def any_outside(values, low, high):
   return bad
 
 
-@_jit
+@jit
 def segments_and_positions(tokens, eod_id, distance, segments, positions):
   """Numbers documents from 1 and tokens within them from 0.
 
@@ -270,7 +271,7 @@ def segments_and_positions(tokens, eod_id, distance, segments, positions):
     positions[k] = k - first
 
 
-@_jit
+@jit
 def read_samples(descriptor, itemsize, sizes, pointers, document_index, sample_index, samples, extra, out, filled):
   """Calls `read_sample` for several samples.
 
@@ -286,14 +287,14 @@ def read_samples(descriptor, itemsize, sizes, pointers, document_index, sample_i
     )
 
 
-@_jit
+@jit
 def batch_segments_and_positions(tokens, eod_id, distance, segments, positions):
   """Calls `segments_and_positions` for each row; tokens integers [n, length], the results int32[n, length]."""
   for k in range(tokens.shape[0]):
     segments_and_positions(tokens[k], eod_id, distance, segments[k], positions[k])
 
 
-@_jit
+@jit
 def blend(weights, first, drawn, dataset_index, dataset_sample_index):
   """Draws from several datasets so that the share of each follows its weight: draws `first` and on of a blend.
 
@@ -331,7 +332,7 @@ def blend(weights, first, drawn, dataset_index, dataset_sample_index):
     drawn[chosen] += 1.0
 
 
-@_jit
+@jit
 def blend_exhaustively(sizes, weights, left, first, drawn, dataset_index, dataset_sample_index):
   """Like `blend`, but draws exactly `sizes[i]` times from dataset i: one that is used up takes no part any more.
 

@@ -234,8 +234,15 @@ def plan_epochs(
     )
   requested = samples if num_samples is None else num_samples
   separate = should_separate_last_epoch(num_epochs, tokens_per_epoch, requested, seq_length, add_extra_token)
-  before = ((num_epochs - 1) * tokens_per_epoch - add_extra_token) // seq_length
-  return EpochPlan(num_epochs, separate, samples, before if separate else samples)
+  plan = EpochPlan(num_epochs, False, samples, samples)
+  return with_last_epoch(plan, separate, tokens_per_epoch, seq_length, add_extra_token)
+
+
+def with_last_epoch(plan: EpochPlan, separate: bool, tokens_per_epoch: int, seq_length: int, extra: int = 1) -> EpochPlan:
+  """Returns a plan whose last epoch is shuffled apart, or not."""
+  apart = separate and plan.num_epochs > 1
+  before = ((plan.num_epochs - 1) * tokens_per_epoch - extra) // seq_length if apart else plan.samples
+  return dataclasses.replace(plan, separate_last_epoch=separate, samples_before_last=before)
 
 
 def compute_num_epochs(total_tokens: int, num_samples: int, seq_length: int, add_extra_token: int = 1) -> int:

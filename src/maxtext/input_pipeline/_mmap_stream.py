@@ -18,6 +18,7 @@ from maxtext.input_pipeline import _mmap_datasource as datasource
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline._mmap_files import MMapError
+from maxtext.input_pipeline._mmap_mixture import Mixture, parse_mixture, parse_npy_entry
 
 _MOST_AT_ONCE = 8  # children opened side by side
 _MOST_LISTED = 16  # shards that a checkpoint lists one by one
@@ -154,13 +155,13 @@ class PlannedChild:
   requested: int | None
 
 
-def plan_children(settings: StreamSettings) -> tuple[list[PlannedChild], datasource.Mixture]:
+def plan_children(settings: StreamSettings) -> tuple[list[PlannedChild], Mixture]:
   """Says which datasets a stream opens and how many samples it asks each for.
 
   Raises:
     MMapError: if the key's value cannot be parsed, or a weighted blend has no size.
   """
-  mixture = datasource.parse_mixture(settings.files, settings.key)
+  mixture = parse_mixture(settings.files, settings.key)
   requested: list[int | None] = [settings.num_samples]
   if mixture.weights is not None:
     if settings.num_samples is None:
@@ -175,13 +176,13 @@ def plan_children(settings: StreamSettings) -> tuple[list[PlannedChild], datasou
     requested = [None] * len(mixture.entries)
   planned = []
   for number, count in zip(mixture.used, requested, strict=True):
-    npy_dir, paths = datasource.parse_npy_entry(mixture.entries[number], settings.key)
+    npy_dir, paths = parse_npy_entry(mixture.entries[number], settings.key)
     weight = mixture.weights[number] if mixture.weights is not None else None
     planned.append(PlannedChild(number, weight, npy_dir, tuple(paths), count))
   return planned, mixture
 
 
-def _check_shares(settings: StreamSettings, mixture: datasource.Mixture, shares: list[float]) -> None:
+def _check_shares(settings: StreamSettings, mixture: Mixture, shares: list[float]) -> None:
   """Raises MMapError for a weight that vanishes beside the others: 1e-300 of 1e300 is a share of 0."""
   for number, share in zip(mixture.used, shares, strict=True):
     if not share and mixture.weights is not None:

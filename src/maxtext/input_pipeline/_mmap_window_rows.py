@@ -23,6 +23,7 @@ from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, resolve_shard_prefixes, split_paths
+from maxtext.input_pipeline._mmap_mixture import parse_mixture
 from maxtext.input_pipeline._mmap_windows import MultiShardMMapIndexedDataSource, TokenStream
 
 _READERS = 4  # threads that read index files which are not known yet
@@ -274,8 +275,6 @@ def parse_files(text: str, key: str = "grain_train_files") -> tuple[list[str], l
   Raises:
     MMapError: for an empty path, an index folder, missing or unusable weights.
   """
-  from maxtext.input_pipeline._mmap_datasource import parse_mixture  # here, since it imports this room's sources
-
   mixture = parse_mixture(text, key)
   for entry in mixture.entries:
     if "|" in entry:

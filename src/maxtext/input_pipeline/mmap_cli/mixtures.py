@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from maxtext.input_pipeline import _megatron_blending as blending
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline._mmap_files import MMapError
+from maxtext.input_pipeline._mmap_mixture import parse_mixture
 from maxtext.input_pipeline._mmap_shards import ShardedDataset
 from maxtext.input_pipeline.mmap_cli import console
 
@@ -64,21 +64,10 @@ def weighted(text: str) -> list[Entry]:
   Raises:
     MMapError: for an entry that cannot be read; weights are finite, not negative, with a positive total.
   """
-  entries = []
-  for number, part in enumerate(filter(str.strip, text.split(";"))):
-    name, _, weight = part.rpartition(",")
-    try:
-      value = float(weight)
-    except ValueError:
-      value = math.nan
-    if not name.strip() or not math.isfinite(value) or value < 0:
-      raise MMapError(
-          f"--datasets: entry {number} is {part.strip()!r}; expected 'dataset,weight' with a finite weight of 0 or more."
-      )
-    entries.append(plain(name.strip())._replace(weight=value))
-  if not 0 < sum(entry.weight or 0 for entry in entries) < math.inf:
-    raise MMapError(f"--datasets {text!r} gives no dataset a positive weight; write 'dataset,0.7;dataset,0.3'.")
-  return entries
+  mixture = parse_mixture(text.rstrip("; ") + ";", "--datasets")
+  if mixture.weights is None:
+    raise MMapError(f"--datasets {text!r} has no weights; write 'dataset,0.7;dataset,0.3'.")
+  return [plain(name)._replace(weight=weight) for name, weight in zip(mixture.entries, mixture.weights, strict=True)]
 
 
 def plain(text: str) -> Entry:

@@ -6,7 +6,7 @@ None checks an index: the arrays must have passed `_mmap_index_cache.check_range
 
 from __future__ import annotations
 
-from maxtext.input_pipeline._mmap_index_kernels import _jit as jit
+from maxtext.input_pipeline._mmap_index_kernels import jit
 
 
 @jit

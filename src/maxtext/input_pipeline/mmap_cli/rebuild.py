@@ -6,7 +6,6 @@ Memory: the document index, and one array of the rest at a time.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,7 @@ from maxtext.input_pipeline.mmap_cli import orders
 
 def describe(order: orders.Order, dataset: ShardedDataset) -> cache.IndexDescription:
   """Returns what the order must be if it is built from a dataset with the settings that it names."""
-  request, separate = order.request(), order.settings.get("separate_last_epoch")
-  description = cache.describe(dataset, request, separate)
-  plan = description.plan
-  if separate and plan.num_epochs > 1:
-    before = (plan.num_epochs - 1) * description.tokens_per_epoch - request.add_extra_token
-    plan = dataclasses.replace(plan, samples_before_last=before // request.seq_length)
-  elif separate is not None:
-    plan = dataclasses.replace(plan, samples_before_last=plan.samples)
-  return dataclasses.replace(description, plan=plan)
+  return cache.describe(dataset, order.request(), order.settings.get("separate_last_epoch"))
 
 
 def differences(
