@@ -68,6 +68,11 @@ def test_other_datasets_are_not_checked(load, keys):
   assert not _mmap_config.uses_megatron_data(config)
 
 
+def test_digests_of_other_data_are_refused(refusal):
+  message = refusal(dataset_type="synthetic", log_batch_digest=True)
+  assert "log_batch_digest is true, and the run reads no Megatron dataset" in message
+
+
 def test_the_unordered_file_type_has_no_index_folder_and_no_order(refusal):
   assert "has an index folder before '|', and grain_file_type=mmap has no indices" in refusal(grain_file_type="mmap")
   message = refusal(grain_file_type="mmap", grain_train_files="data/corpus", mmap_npy_num_samples=8)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from maxtext._release.configs import types as release
 from maxtext.input_pipeline import _mmap_config
+from maxtext.input_pipeline._mmap_files import MMapError
 
 if TYPE_CHECKING:  # a type checker cannot read the next line
   from maxtext._release.configs.types import *  # noqa: F403
@@ -66,6 +67,11 @@ class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
     """Checks the keys of a Megatron dataset; what only its files can tell is checked when they are opened."""
     if self.dataset_type == release.DatasetType.GRAIN and self.grain_file_type in _mmap_config.FILE_TYPES:
       _mmap_config.validate(self)
+    elif self.log_batch_digest:
+      raise MMapError(
+        "log_batch_digest is true, and the run reads no Megatron dataset; set grain_file_type to mmap_npy or mmap, or it "
+        "to false."
+      )
     return self
 
 
