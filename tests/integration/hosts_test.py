@@ -76,3 +76,14 @@ def test_two_hosts_start_cold_with_one_shared_folder(train, train_hosts, dataset
   hosts = train_hosts(2, dataset, per_device_batch_size=2, grain_worker_count=1, **keys)
   assert_same_run(hosts[0], whole, range(3))
   assert hosts[1].code == 0, hosts[1].log[-3000:]
+
+
+def test_a_host_with_another_copy_of_the_data_is_found_before_the_first_step(train_hosts, write_dataset, tmp_path):
+  for host in range(2):
+    (tmp_path / f"disk{host}").mkdir()
+  files = [write_dataset(tmp_path / f"disk{host}" / "corpus", seed=host) for host in range(2)]
+  own = lambda host: {"grain_train_files": f"{tmp_path}/cold{host}|{files[host]}"}
+  runs = train_hosts(2, "", own, steps=2, per_device_batch_size=2, enable_checkpointing=False)
+  for run in runs:
+    assert run.code != 0 and not run.losses
+    assert "grain_train_files: the data or the order of process 1 is not that of process 0; give all hosts" in run.log

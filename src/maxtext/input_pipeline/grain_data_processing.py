@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 
 import grain.python as grain
 import jax
+from jax.experimental import multihost_utils
+import numpy as np
 
 from maxtext._release.input_pipeline import grain_data_processing as release
 from maxtext.input_pipeline import _mmap_config as mmap_config
+from maxtext.input_pipeline import _mmap_index_cache as mmap_cache
 from maxtext.input_pipeline import _mmap_remote as mmap_remote
 from maxtext.input_pipeline import _mmap_stream as mmap_stream
 from maxtext.input_pipeline import _mmap_window_rows as mmap_window_rows
 from maxtext.input_pipeline import input_pipeline_utils, multihost_dataloading
+from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
 from maxtext.utils import max_logging
 
@@ -58,6 +62,7 @@ def _rows(config, evaluation: bool):
 
 def _global_order(config, process_indices, rows, order, global_batch_size: int, suffix: str, start: int = 0):
   """Lays out the samples of a global order for this host; `suffix` chooses Grain's keys for evaluation."""
+  _check_hosts_agree(order, "grain_eval_files" if suffix else "grain_train_files", len(process_indices))
   names = ("worker_count", "per_worker_buffer_size", "prefetch_buffer_size", "num_threads")
   workers, worker_buffer, ahead, threads = (getattr(config, f"grain_{name}{suffix}") for name in names)
   host_batch = max(global_batch_size // len(process_indices), 1)
@@ -77,6 +82,20 @@ def _global_order(config, process_indices, rows, order, global_batch_size: int, 
   if workers < 0:
     dataset.workers = _chosen_workers(config, dataset.batches(start))
   return dataset
+
+
+def _check_hosts_agree(order, key: str, hosts: int) -> None:
+  """Raises MMapError on every host unless all read one order: one may have an older copy of the data on its own disk."""
+  if hosts == 1 or hosts != jax.process_count():
+    return
+  digest = np.frombuffer(bytes.fromhex(mmap_cache.digest_of_json(order)), np.uint32)
+  of_hosts = np.asarray(multihost_utils.process_allgather(digest)).reshape(hosts, -1)
+  others = np.flatnonzero((of_hosts != of_hosts[0]).any(axis=1)).tolist()
+  if others:
+    raise MMapError(
+        f"{key}: the data or the order of process {_some(list(map(str, others)))} is not that of process 0; give all "
+        "hosts the same datasets and the same config (the line of each dataset in their logs shows the difference)."
+    )
 
 
 class MegatronRows:
