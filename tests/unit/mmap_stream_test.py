@@ -214,6 +214,12 @@ def test_a_blend_of_one_dataset_is_a_blend(settings, two):
   assert stream.blend is not None and [child.requested for child in stream.children] == [1005] and len(stream) == 1000
 
 
+def test_one_dataset_without_a_weight_is_no_blend(settings, two):
+  """As Megatron's --data-path PREFIX; a ';' behind it changes nothing, also where it is read more than once."""
+  alone, ended = (open_stream(settings("{npy}|{data}/a" + end, num_samples=20)) for end in ("", ";"))
+  assert ended.blend is None and ended.order == alone.order and samples_of(ended.source) == samples_of(alone.source)
+
+
 def test_a_blend_without_weights_reads_every_sample_of_one_epoch(settings, two):
   text = "{npy}/0|{data}/a;{npy}/1|{data}/b"
   stream = open_stream(settings(text, num_samples=None))
