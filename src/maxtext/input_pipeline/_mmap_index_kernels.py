@@ -308,9 +308,10 @@ def _blend_few(weights, first, drawn, dataset_index, dataset_sample_index):
   Those that are not there have weight -1, so that they lag least. Places are floats: the compiler turns choices between
   floats into masks, and choices between integers into jumps that no processor can foresee.
   """
-  shares, counts = np.full(8, -1.0), np.zeros(8)
-  shares[: weights.shape[0]] = weights
-  counts[: weights.shape[0]] = drawn
+  shares, counts = np.empty(8), np.empty(8)
+  for i in range(8):
+    there = i < weights.shape[0]
+    shares[i], counts[i] = weights[i] if there else -1.0, drawn[i] if there else 0.0
   w0, w1, w2, w3, w4, w5, w6, w7 = (
       shares[0], shares[1], shares[2], shares[3], shares[4], shares[5], shares[6], shares[7],
   )  # fmt: skip
