@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import collections
 from collections.abc import Callable, Sequence
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -40,6 +41,7 @@ def parse_arguments(description: str | None, example: str, repeats: int) -> argp
   add("--repeats", type=_positive, metavar="N",
       help=f"times that each measurement is repeated; default: {repeats}, or 1 with --quick")  # fmt: skip
   add("--quick", action="store_true", help="small sizes: shows that the benchmark works, measures nothing of interest")
+  add("--check", action="store_true", help="exit with 1 if a bound that was measured does not hold")
   add("--data-dir", type=Path, default=Path(tempfile.gettempdir(), "maxtext-benchmarks"),
       help="datasets, kept for the next run, and files that are written on the way; default: %(default)s")  # fmt: skip
   add("--reference-python", type=Path, default=_reference_python(),
@@ -47,6 +49,8 @@ def parse_arguments(description: str | None, example: str, repeats: int) -> argp
   options = parser.parse_args()
   if options.reference_python and not options.reference_python.is_file():
     parser.error(f"--reference-python: {options.reference_python} is not a file")
+  if options.check and options.quick:
+    parser.error("--check and --quick: small sizes have no bounds")
   options.repeats = options.repeats or (1 if options.quick else repeats)
   options.data_dir = options.data_dir.absolute()
   options.data_dir.mkdir(parents=True, exist_ok=True)
@@ -88,12 +92,16 @@ def uniform_dataset(data_dir: Path, sequences: int, low: int, high: int) -> str:
   return prefix
 
 
-def sparse_dataset(data_dir: Path, sequences: int, low: int, high: int) -> str:
-  """Writes, once, an `.idx` file whose `.bin` has the right size and occupies no disk; returns the prefix."""
-  prefix = str(data_dir / f"sparse-{sequences}-{low}-{high}")
+def sparse_dataset(data_dir: Path, sequences: int, low: int, high: int, number: int = 0) -> str:
+  """Writes, once, an `.idx` file whose `.bin` has the right size and occupies no disk; returns the prefix.
+
+  Args:
+    number: datasets with other numbers have other lengths.
+  """
+  prefix = str(data_dir / f"sparse-{sequences}-{low}-{high}{f'-{number}' if number else ''}")
   if not os.path.isfile(prefix + ".idx"):
     say(f"writing {prefix}")
-    lengths = _lengths(sequences, low, high)
+    lengths = _lengths(sequences, low, high, number)
     ends = np.cumsum(lengths, dtype=np.int64) * 2
     with open(prefix + ".bin", "wb") as file:
       file.truncate(int(ends[-1]))
@@ -105,13 +113,13 @@ def sparse_dataset(data_dir: Path, sequences: int, low: int, high: int) -> str:
   return prefix
 
 
-def _lengths(sequences: int, low: int, high: int) -> np.ndarray:
-  return np.random.default_rng(sequences).integers(low, high, sequences, dtype=np.int32, endpoint=True)
+def _lengths(sequences: int, low: int, high: int, number: int = 0) -> np.ndarray:
+  return np.random.default_rng(sequences + number).integers(low, high, sequences, dtype=np.int32, endpoint=True)
 
 
-def warm(prefix: str) -> None:
-  """Reads both files of a dataset, so that they are in the page cache."""
-  for suffix in (".idx", ".bin"):
+def warm(prefix: str, suffixes: Sequence[str] = (".idx", ".bin")) -> None:
+  """Reads the files of a dataset, so that they are in the page cache."""
+  for suffix in suffixes:
     data = map_file(prefix + suffix)
     for first in range(0, len(data), 1 << 26):
       data[first : first + (1 << 26) : 4096].max()
@@ -121,21 +129,34 @@ def warm(prefix: str) -> None:
 
 
 class Peer:
-  """An implementation in a process of its own, see peer.py. `ask` calls one of its methods by name."""
+  """An implementation in a process of its own. `ask` calls one of its methods by name.
 
-  def __init__(self, name: str, options: argparse.Namespace):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+  Args:
+    name: ours, release or megatron.
+    options: parsed arguments.
+    script: what the process runs.
+  """
+
+  def __init__(self, name: str, options: argparse.Namespace, script: str = "peer.py"):
+    folders = [str(Path(__file__).parent)]
     python = sys.executable
     if name == "megatron":
       python = str(options.reference_python)
     if name == "release":
-      environment["PYTHONPATH"] = str(_release_folder(options.data_dir))
-    # -P: the folder of the script is not searched, so that PYTHONPATH comes first.
-    command = [python, "-P", str(Path(__file__).with_name("peer.py")), name]
-    self.name = name
+      folders.insert(0, str(_release_folder(options.data_dir)))
+    environment = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(folders)}
+    # -P: the folder of the script is searched in its place in PYTHONPATH, after the release.
+    command = [python, "-P", str(Path(__file__).with_name(script)), name]
+    self.name, self.started = name, time.monotonic()
     self._process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | environment,
+        text=True,
     )
+    self.pid = self._process.pid
     self._log = _Tail(self._process.stderr)
 
   def ask(self, method: str, **arguments) -> dict[str, Any]:
@@ -195,6 +216,46 @@ def peer_names(options: argparse.Namespace) -> list[str]:
   return ["ours", "release", *(["megatron"] if options.reference_python else [])]
 
 
+class TreeMemory:
+  """Samples the memory of a process and of those it started, in a thread; `peak` is the highest sum seen, in bytes.
+
+  Counted are private pages and shares of shared memory, not pages of mapped files, which the system may take back.
+  """
+
+  def __init__(self, peer: Peer):
+    self.peak, self._root, self._ended = 0, peer.pid, threading.Event()
+    self._thread = threading.Thread(target=self._sample)
+
+  def __enter__(self):
+    self._thread.start()
+    return self
+
+  def __exit__(self, *unused):
+    self._ended.set()
+    self._thread.join()
+
+  def _sample(self) -> None:
+    while not self._ended.wait(0.05):
+      self.peak = max(self.peak, sum(map(_own_memory, _tree(self._root))))
+
+
+def _tree(pid: int) -> list[int]:
+  """Returns a process and all that descend from it."""
+  found = [pid]
+  for process in found:
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+      with contextlib.suppress(OSError):  # ended in the meantime
+        found.extend(map(int, path.read_text().split()))
+  return found
+
+
+def _own_memory(pid: int) -> int:
+  with contextlib.suppress(OSError):
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+  return 0
+
+
 def interleave(repeats: int, calls: dict[str, Callable[[], dict]], noun: str) -> dict[str, list[dict]]:
   """Makes all calls in turn, `repeats` times, after one turn that does not count; returns the results by name."""
   results: dict[str, list[dict]] = {name: [] for name in calls}
@@ -219,13 +280,18 @@ def ratio(other: float | None, ours: float | None) -> float | None:
 
 
 def target(name: str, measured: float | None, bound: float, at_most: bool = False) -> dict[str, Any]:
-  """Compares a measured value with what it should reach; `met` is None where there was nothing to measure."""
-  met = None if measured is None else measured <= bound if at_most else measured >= bound
-  return {"name": name, "measured": measured, "at_most" if at_most else "at_least": bound, "met": met}
+  """Compares a measured value with what it should reach; `holds` is None where there was nothing to measure."""
+  holds = None if measured is None else measured <= bound if at_most else measured >= bound
+  return {"name": name, "measured": measured, "at_most" if at_most else "at_least": bound, "holds": holds}
 
 
 def report(name: str, options: argparse.Namespace, started: float, results: dict, targets: list[dict]) -> None:
-  """Prints the JSON on stdout and a table on stderr. Quick runs have no targets: their sizes are too small."""
+  """Prints the JSON on stdout and a table on stderr. Quick runs have no targets: their sizes are too small.
+
+  Raises:
+    SystemExit: with 1 if peers gave different arrays (a result `same_...` is false), or with `--check` if a bound does
+      not hold.
+  """
   targets = [] if options.quick else targets
   content = {
       "benchmark": name,
@@ -242,13 +308,19 @@ def report(name: str, options: argparse.Namespace, started: float, results: dict
       "results": results,
       "targets": targets,
   }
-  for path, value in _flatten(results):
+  values = list(_flatten(results))
+  for path, value in values:
     say(f"{path:<66}{_text(value):>20}")
   for row in targets:
     bound = f"<= {row['at_most']}" if "at_most" in row else f">= {row['at_least']}"
-    verdict = {True: "met", False: "MISSED", None: "not measured"}[row["met"]]
+    verdict = {True: "holds", False: "DOES NOT HOLD", None: "not measured"}[row["holds"]]
     say(f"{row['name']:<66}{_text(row['measured']):>20}  {bound:<8} {verdict}")
-  print(json.dumps(content, indent=2))
+  print(json.dumps(content, indent=2), flush=True)
+  differing = [path for path, value in values if path.rpartition(".")[2].startswith("same_") and not value]
+  if differing:
+    say(f"the peers do not agree: {', '.join(differing)}")
+  if differing or options.check and any(row["holds"] is False for row in targets):
+    sys.exit(1)
 
 
 def _flatten(value: Any, path: str = ""):

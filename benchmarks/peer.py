@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One implementation in a process of its own: reads [method, arguments] a line from stdin, writes the result as JSON.
+"""Building of indices and reading of samples, by one implementation in a process of its own.
 
 Started by the benchmarks as `python peer.py ours|release|megatron`, in the environment and with the search path that
-the implementation needs; it imports nothing of this folder. Each method times what it measures, without imports.
+the implementation needs; of this folder it imports `peer_common` alone. Each method times what it measures, without
+imports.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
-import sys
-import threading
 import time
+from types import SimpleNamespace
 import zlib
 
 import numpy as np
+from peer_common import PeakMemory, bytes_read, checksums, require_release, serve, status_bytes, timed
 
 
 class Implementation:
@@ -186,13 +186,12 @@ class Ours(MaxTextImplementation):
     return {"samples": len(self.source)}
 
   def batches(self, seq_length, batch, threads):
-    import grain.python as grain
-
     from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
-    from maxtext.input_pipeline.input_pipeline_utils import CheckTokenIds
+    from maxtext.input_pipeline.grain_data_processing import MegatronRows
 
-    samples = grain.MapDataset.source(self.source).map(CheckTokenIds(32000, "")).map(self.split(seq_length, 0))
-    return GlobalOrderDataset(samples, batch, 0, 1, {}, 0, 16, threads)
+    keys = {"mmap_eod_id": 2, "vocab_size": 32000, "reset_attention_mask": True, "eod_mask_loss": False}
+    config = SimpleNamespace(max_target_length=seq_length, packing_max_segments_per_sample=0, **keys)
+    return GlobalOrderDataset(MegatronRows(self.source, config), batch, 0, 1, {}, buffered=16, threads=threads)
 
 
 class Release(MaxTextImplementation):
@@ -200,11 +199,7 @@ class Release(MaxTextImplementation):
 
   def __init__(self):
     super().__init__()
-    import maxtext
-
-    first = os.environ["PYTHONPATH"]
-    if not str(maxtext.__file__).startswith(first) or any("_release" in path for path in maxtext.__path__):
-      raise RuntimeError(f"maxtext is {maxtext.__file__}, not the release in {first}")
+    require_release()
 
   def forget(self):
     """Empties caches that would make every build but the first cheaper."""
@@ -292,65 +287,5 @@ class Megatron(Implementation):
     return np.append(sample["tokens"].numpy(), sample["labels"][-1].item())
 
 
-# Measuring.
-
-
-def timed(function):
-  """Returns the seconds that a call takes, and its result."""
-  gc.collect()
-  start = time.perf_counter()
-  result = function()
-  return time.perf_counter() - start, result
-
-
-def checksums(arrays):
-  return [f"{array.dtype.str}{list(array.shape)}:{zlib.crc32(np.ascontiguousarray(array)):08x}" for array in arrays]
-
-
-def bytes_read():
-  """Returns the bytes that read calls of this process gave, from Linux."""
-  with open("/proc/self/io", encoding="ascii") as file:
-    return int(file.readline().split()[1])
-
-
-def status_bytes(name):
-  with open("/proc/self/status", encoding="ascii") as file:
-    return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name + ":"))
-
-
-class PeakMemory:
-  """Samples the anonymous memory of the process in a thread; `growth` is the highest value less the first."""
-
-  def __enter__(self):
-    self.growth, self.taken, self._ended = 0, 0, False
-    self._first = status_bytes("RssAnon")
-    self._thread = threading.Thread(target=self._sample)
-    self._thread.start()
-    return self
-
-  def _sample(self):
-    while not self._ended:
-      self._take()
-      time.sleep(2e-4)
-
-  def _take(self):
-    self.growth = max(self.growth, status_bytes("RssAnon") - self._first)
-    self.taken += 1
-
-  def __exit__(self, *unused):
-    self._ended = True
-    self._thread.join()
-    self._take()
-
-
-def main(name):
-  replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-  os.dup2(2, 1)  # what libraries print must not get among the replies
-  peer = {"ours": Ours, "release": Release, "megatron": Megatron}[name]()
-  for line in sys.stdin:
-    method, arguments = json.loads(line)
-    print(json.dumps(getattr(peer, method)(**arguments)), file=replies, flush=True)
-
-
 if __name__ == "__main__":
-  main(sys.argv[1])
+  serve({"ours": Ours, "release": Release, "megatron": Megatron})
