@@ -334,7 +334,7 @@ def given(page: Path, place: Path) -> dict:
   if page.name == "moving_from_megatron.md":
     config = run_config.read(argparse.Namespace(config="run.yml", keys=[], others=[], devices=8))
     rows, _ = grain_data_processing._rows(config, evaluation=False)
-    batch = config.global_batch_size_to_load
+    batch = config.global_batch_size_to_train_on
     fields = rows.rows(np.arange(batch))
     train_ds = [{"tokens": fields["inputs"][i], "labels": fields["targets"][i]} for i in range(batch)]
 

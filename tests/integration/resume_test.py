@@ -2,6 +2,7 @@
 """A resumed run reads on where it stopped, whatever its workers, or is refused. CASES D11 and D15."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -57,3 +58,19 @@ def test_refusals(saved, train, dataset, write_dataset, tmp_path):
   without = train(dataset)
   assert without.code == 1 and not without.losses
   assert "has no data iterator state" in without.last_line
+
+
+def test_batches_of_less_than_a_sample_per_device(train, start, finish, dataset):
+  """Four devices at 0.5, with accumulation: the step uses four of the eight rows it gets, and no sample is lost."""
+  keys = {"steps": 3, "gradient_accumulation_steps": 2, "enable_checkpointing": False, "log_batch_digest": True}
+  keys |= {"dtype": "float32", "weight_dtype": "float32"}
+  whole = train(dataset, per_device_batch_size=2, **keys)
+  assert "grain_train_files: " in whole.log and "step 2: batch digest " in whole.log, whole.log[-3000:]
+  four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+  spread = finish(start(dataset, four, per_device_batch_size=0.5, **keys))
+  assert spread.code == 0 and sorted(spread.losses) == [0, 1, 2], spread.log[-3000:]
+  digests, others = (re.findall(r"step \d: batch digest .*", run.log) for run in (whole, spread))
+  assert digests == others and len(digests) == 3
+  said = [" ".join(run.losses.values()) for run in (whole, spread)]
+  values, others = ([float(loss) for loss in re.findall(r" loss: ([0-9.]+)", words)] for words in said)
+  assert len(values) == 3 and others == pytest.approx(values, abs=2e-3)  # the sum over rows in another order, in float32

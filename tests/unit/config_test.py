@@ -246,7 +246,7 @@ def test_the_data_check_runs_after_the_derived_values(tmp_path, monkeypatch):
   from maxtext.input_pipeline import _mmap_config
 
   seen = []
-  monkeypatch.setattr(_mmap_config, "validate", lambda c: seen.append((c.global_batch_size_to_load, c.steps)))
+  monkeypatch.setattr(_mmap_config, "validate", lambda c: seen.append((c.global_batch_size_to_train_on, c.steps)))
   load(tmp_path, SAMPLE, "grain_train_files=a|b", "steps=9", "per_device_batch_size=2", "tokenizer_path=x")
   load(tmp_path, "base.yml", "dataset_type=synthetic", "grain_file_type=mmap_npy")
   load(tmp_path, "base.yml", "dataset_type=grain", "grain_train_files=x", "tokenizer_path=x")

@@ -409,7 +409,7 @@ def config_of(settings, train_iters, eval_interval, eval_iters, batch):
     blend_cache_dir="",
     blend_index_dir="",
     eval_steps=eval_iters,
-    global_batch_size_to_load_eval=batch,
+    global_batch_size_to_load_eval=batch, global_batch_size_to_eval_on=batch,
   )
 
 

@@ -185,7 +185,8 @@ def test_a_run_trains_on_the_first_part_and_evaluates_on_the_second(tmp_path, pr
     grain_train_files=files, grain_eval_files=files, max_target_length=LENGTH, mmap_eod_id=EOD, data_shuffle_seed=3,
     mmap_npy_split=SPLIT, mmap_split_sentences=False, mmap_npy_blend_margin=0.5, blend_cache_dir="", blend_index_dir="",
     mmap_npy_num_samples=0, mmap_npy_num_eval_samples=0, mmap_npy_start_sample=0, steps=20, eval_steps=6,
-    global_batch_size_to_load=2, global_batch_size_to_load_eval=2,
+    global_batch_size_to_load=2, global_batch_size_to_train_on=2, load_full_state_path="", enable_checkpointing=False,
+    global_batch_size_to_load_eval=2, global_batch_size_to_eval_on=2,
   )  # fmt: skip
   training, evaluation = (open_stream(settings_for(config, part)) for part in (False, True))
   assert sequences_read(training.source) == set(range(*RANGES[0]))

@@ -45,7 +45,8 @@ def refusal(load):
 def test_a_config_that_can_be_used(load):
   config = load(per_device_batch_size=3, mmap_eod_id=5)
   assert _mmap_config.uses_megatron_data(config)
-  assert _mmap_config.train_samples(config) == 10 * config.global_batch_size_to_load == 10 * 3 * config.num_target_devices
+  samples = 10 * config.global_batch_size_to_train_on
+  assert _mmap_config.train_samples(config) == samples == 10 * 3 * config.num_target_devices
   assert _mmap_config.eval_samples(config) is None
 
 
@@ -55,7 +56,7 @@ def test_a_pinned_sample_count(load):
 
 def test_evaluation_samples(load):
   config = load(eval_interval=5, eval_steps=4, grain_eval_files=FILES)
-  assert _mmap_config.eval_samples(config) == 4 * config.global_batch_size_to_load_eval > 0
+  assert _mmap_config.eval_samples(config) == 4 * config.global_batch_size_to_eval_on > 0
 
 
 @pytest.mark.parametrize(
@@ -120,16 +121,16 @@ def test_a_weighted_blend_needs_a_size(refusal, load):
 
 def test_a_start_sample_adds_to_what_is_asked_for(load):
   config = load(mmap_npy_start_sample=100)
-  assert _mmap_config.train_samples(config) == 100 + config.steps * config.global_batch_size_to_load
+  assert _mmap_config.train_samples(config) == 100 + config.steps * config.global_batch_size_to_train_on
   assert _mmap_config.train_samples(load(mmap_npy_start_sample=100, mmap_npy_num_samples=7)) == 7
 
 
 @pytest.mark.parametrize("share", ["", "eval_"])
-def test_batches_of_which_samples_would_be_thrown_away(refusal, load, share):
-  """With fewer samples than devices, the release's step cuts rows off the batch: samples would be skipped."""
+def test_less_than_one_sample_a_step(refusal, load, share):
+
   keys = {f"{share}per_device_batch_size": 0.5, "grain_eval_files": FILES, "eval_steps": 2}
   message = refusal(eval_interval=5, **keys)
-  assert f"{share}per_device_batch_size is 0.5, so MaxText would load 1 samples a step and use 0 of them" in message
+  assert f"{share}per_device_batch_size is 0.5, which is less than one sample a step on all devices together" in message
   if share:
     assert load(**keys).global_batch_size_to_eval_on == 0, "of no account where a run does not evaluate"
 

@@ -535,9 +535,11 @@ def config(tmp_path):
     vocab_size=100,
     blend_cache_dir="",
     steps=10,
-    global_batch_size_to_load=2,
+    global_batch_size_to_train_on=2,
     eval_steps=2,
-    global_batch_size_to_load_eval=2,
+    global_batch_size_to_eval_on=2,
+    load_full_state_path="",
+    enable_checkpointing=False,
   )
 
 

@@ -533,7 +533,8 @@ def test_a_damaged_pair_is_refused_or_read_right(scratch, pair):
       assert tokens.tobytes() == pair[1][position : position + tokens.nbytes]
     assert facts.tokens == sum(map(len, found))
     assert dataset.doc_idx[0] == 0 and (np.diff(dataset.doc_idx) >= 0).all() and dataset.doc_idx[-1] == len(dataset)
-    assert facts.tokens or one_sentence(pytest.raises(MMapError, cache.describe, prefix, cache.IndexRequest(4, 1, 1)).value)
+    request = cache.IndexRequest(4, 1, 1)
+    assert facts.tokens or one_sentence(pytest.raises(MMapError, cache.describe, prefix, request).value)
   except MMapError as error:
     assert prefix in one_sentence(error)
   finally:

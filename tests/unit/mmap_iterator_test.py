@@ -134,6 +134,17 @@ def test_any_step_hosts_and_batch_size_continue(source, before, after, batches, 
   assert len(source) - len(seen) < batches[1]
 
 
+def test_rows_that_the_step_cuts_off_take_no_sample(source):
+  """Two hosts of two rows, of which the step uses two; and a host whose rows are all cut."""
+  expected = in_order(source, 2)
+  offsets = [np.array([0, -1]), np.array([-1, 1]), np.array([-1, -1])]
+  hosts = [iterate(source, 2, offsets=places) for places in offsets]
+  for step in range(8):
+    rows = [next(host)["text"].tolist() for host in hosts]
+    assert [rows[0][0], rows[1][1]] == expected[step] and all(len(part) == 2 for part in rows)
+  assert [next(host, None) for host in hosts] == [None] * 3
+
+
 def test_data_ends_before_a_batch_that_is_not_whole(source):
   iterator = iterate(source, 5)
   assert len(global_batches([iterator])) == 3
@@ -270,7 +281,7 @@ def test_d11_an_order_that_is_too_small_for_this_run_is_no_advice(d1):
 @pytest.mark.parametrize(
   "changes, text",
   [
-    ({"seed": 43}, "the seed is 42 there and 43 here; set data_shuffle_seed (and enable_data_shuffling) as in the saved run"),
+    ({"seed": 43}, "the seed is 42 there and 43 here; set data_shuffle_seed (and enable_data_shuffling) as in the saved"),
     ({"seq_length": 3}, "the sequence length is 4 there and 3 here; set max_target_length as in the saved run"),
     ({"split": "1,1"}, "it reads sequences 0 to 6 there and 0 to 3 here; set mmap_npy_split as in the saved run"),
   ],

@@ -9,8 +9,6 @@ import inspect
 import re
 from typing import TYPE_CHECKING
 
-import jax
-
 from maxtext._release.common import grain_utility as release
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderIterator
 
@@ -23,15 +21,13 @@ _released_for_restore = inspect.unwrap(release.for_restore)
 
 
 def saved_process(folder) -> tuple[int, int] | None:
-  """Returns a process and the number of processes whose iterator state is in a folder: this process if it can be.
+  """Returns a process and the number of processes whose iterator state is in a folder: the same on every host.
 
   Args:
     folder: the `iter` folder of a checkpoint, an epath.
   """
   names = (re.fullmatch(r"process_(\d+)-of-(\d+)\.json", file.name) for file in folder.glob("process_*-of-*.json"))
-  saved = sorted((int(name[1]), int(name[2])) for name in names if name)
-  own = jax.process_index(), jax.process_count()
-  return own if own in saved else saved[0] if saved else None
+  return min(((int(name[1]), int(name[2])) for name in names if name), default=None)
 
 
 @functools.wraps(_released_for_restore)

@@ -23,12 +23,12 @@ class MegatronDataset(BaseModel):
   mmap_npy_num_samples: int = Field(
     0,
     description="grain_file_type=mmap_npy: the requested number of training samples, and with it the order; "
-    "0 means steps * global_batch_size_to_load.",
+    "0 means steps * global_batch_size_to_train_on.",
   )
   mmap_npy_num_eval_samples: int = Field(
     0,
     description="grain_file_type=mmap_npy: the requested number of evaluation samples, and with it their order; "
-    "0 means eval_steps * global_batch_size_to_load_eval.",
+    "0 means eval_steps * global_batch_size_to_eval_on.",
   )
   mmap_npy_start_sample: int = Field(
     0,

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 import math
 
+from etils import epath
+
 from maxtext.input_pipeline._mmap_files import MMapError
 
 FILE_TYPES = ("mmap", "mmap_npy")
@@ -36,7 +38,7 @@ def train_samples(config) -> int:
 
 def train_reads(config) -> int:
   """Samples of the order that training needs: those before its start, and those it reads."""
-  return config.mmap_npy_start_sample + config.steps * config.global_batch_size_to_load
+  return config.mmap_npy_start_sample + config.steps * config.global_batch_size_to_train_on
 
 
 def eval_samples(config) -> int | None:
@@ -46,7 +48,17 @@ def eval_samples(config) -> int | None:
 
 def eval_reads(config) -> int:
   """Samples that one evaluation reads; 0 for all there are."""
-  return max(config.eval_steps, 0) * config.global_batch_size_to_load_eval
+  return max(config.eval_steps, 0) * config.global_batch_size_to_eval_on
+
+
+def continues(config) -> bool:
+  """Whether a run starts from a saved step, whose data position is checked where it is restored."""
+  if config.load_full_state_path:
+    return True
+  if not config.enable_checkpointing:
+    return False
+  folder = epath.Path(config.checkpoint_dir)
+  return folder.exists() and any(step.name.isdigit() for step in folder.iterdir())
 
 
 def require_files(values: dict) -> None:
@@ -132,23 +144,14 @@ def _of_modes(config) -> Iterator[str]:
 
 
 def _of_batches(config) -> Iterator[str]:
-  """Batches of which MaxText throws samples away: it loads a sample for each device, and cuts the batch in the step."""
-  if config.grain_file_type != "mmap_npy":
-    return
-  for key, load, used, reads in (
-      ("per_device_batch_size", config.global_batch_size_to_load, config.global_batch_size_to_train_on, True),
-      (
-          "eval_per_device_batch_size",
-          config.global_batch_size_to_load_eval,
-          config.global_batch_size_to_eval_on,
-          config.eval_interval > 0,
-      ),
-  ):
-    if reads and load != used:
-      yield (
-          f"{key} is {getattr(config, key)}, so MaxText would load {load} samples a step and use {used} of them, leaving "
-          "out the others of Megatron's order; set it to 1 or more."
-      )
+  """Batches of no sample."""
+  reads = {"": config.global_batch_size_to_train_on}
+  if config.eval_interval > 0:
+    reads["eval_"] = config.global_batch_size_to_eval_on
+  for prefix, used in reads.items():
+    if used < 1:
+      key = f"{prefix}per_device_batch_size"
+      yield f"{key} is {getattr(config, key)}, which is less than one sample a step on all devices together; raise it."
 
 
 def _of_files(config, key: str) -> Iterator[str]:

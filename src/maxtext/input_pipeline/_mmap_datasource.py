@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 
 import grain.python as grain
 import numpy as np
@@ -19,9 +18,10 @@ import numpy as np
 from maxtext.input_pipeline import _mmap_guard
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
+from maxtext.input_pipeline import _mmap_mixture as mixtures
 from maxtext.input_pipeline._mmap_files import FileIdentity
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
-from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, resolve_shard_prefixes, split_paths
+from maxtext.input_pipeline._mmap_index_utils import resolve_shard_prefixes, split_paths
 from maxtext.input_pipeline._mmap_indexed_dataset import (
     DESCRIPTORS,
     DTYPE_CODES,
@@ -97,7 +97,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
 
   Args:
     npy_dir: folder of index files.
-    bin_paths: one or several prefixes of datasets, or folders of datasets, read as one dataset.
+    bin_paths: one or several prefixes of datasets, or folders of datasets, read as one; or a ShardedDataset.
     eod_id: token that ends a document, looked for at some document ends; a warning says if it is nowhere.
     seq_length: tokens of a sample, without the extra one.
     split_sentences: the data was made with `--split-sentences`; otherwise such data is refused.
@@ -114,7 +114,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
   def __init__(
       self,
       npy_dir: str,
-      bin_paths: str | list[str],
+      bin_paths: str | list[str] | ShardedDataset,
       eod_id: int,
       seq_length: int,
       split_sentences: bool = False,
@@ -125,7 +125,7 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
       write: bool | None = None,
       progress=None,
   ):
-    self.dataset = ShardedDataset(bin_paths)
+    self.dataset = cache.open_dataset(bin_paths)
     self._seq_length, self._eod_id = seq_length, eod_id
     self.index: cache.Index | None = None
     check = functools.partial(self._check_layout, split_sentences)
@@ -440,6 +440,9 @@ def get_mmap_npy_dataset(
 # Names of the released module, for those who import them.
 
 
+_parse_weighted_mixture = mixtures._parse_weighted_mixture
+
+
 def _resolve_bin_prefixes(bin_paths) -> list[str]:
   return resolve_shard_prefixes(bin_paths)
 
@@ -450,34 +453,6 @@ def _parse_mmap_npy_spec(spec: str) -> tuple[str, list[str]]:
     raise MMapError(f"mmap_npy spec must be 'npy_dir|bin_paths', got: {spec!r}.")
   folder, paths = spec.split("|")
   return folder.strip(), split_paths(paths)
-
-
-def _parse_weighted_mixture(data_file_pattern: str, format_name: str) -> tuple[list[str], list[float]]:
-  """Returns entries and normalised weights of "entry,weight;...", those of weight 0 left out.
-
-  Unlike `parse_mixture`, a single entry has a weight too.
-  """
-  entries, weights = [], []
-  for number, part in enumerate(data_file_pattern.split(";")):
-    entry, comma, text = part.rpartition(",")
-    try:
-      weight = float(text)
-    except ValueError:
-      weight = math.nan
-    for fault, found in (
-        ("Malformed", not comma),
-        ("Empty spec in", not entry.strip()),
-        ("Invalid weight in", not math.isfinite(weight)),
-        ("Negative weight in", weight < 0),
-    ):
-      if found:
-        raise MMapError(f"{fault} {format_name} mixture entry {number}: {part!r} is not 'entry,weight' of 0 or more.")
-    entries.append(entry.strip())
-    weights.append(weight)
-  if not 0 < sum(weights) < math.inf:
-    raise MMapError(f"Total weight of {format_name} mixture is {sum(weights)}; expected a positive finite total.")
-  kept = [pair for pair in zip(entries, _normalize_weights(weights), strict=True) if pair[1] > 0]
-  return [entry for entry, _ in kept], [weight for _, weight in kept]
 
 
 def _discover_npy_indices(npy_dir: str, expected_hash: str | None = None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ The raw tokens are the inputs followed by the last target. Masks and positions t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import xxhash
@@ -38,13 +38,15 @@ def batch_digest(tokens: np.ndarray) -> str:
   return combine(row_digests(tokens))
 
 
-def interleave(parts: Sequence[np.ndarray]) -> np.ndarray:
-  """Puts the rows of hosts into global order: host h of H holds rows h, h + H, h + 2 H, ... of the batch.
+def in_order(digests: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+  """Returns the rows that a step uses in global order, from those of all hosts.
 
   Args:
-    parts: one array [rows of a host] for each host, in the order of hosts.
+    digests: [rows].
+    offsets: [rows], place of each in the global batch; -1 for a row that the step cuts off.
   """
-  return np.stack(parts, axis=1).reshape(-1)
+  used = offsets >= 0
+  return digests[used][np.argsort(offsets[used])]
 
 
 def line(step: int, digest: str, first_sample: int, samples: int) -> str:

@@ -39,6 +39,7 @@ _DOCUMENTS = 1 << 16  # documents whose sizes are added up at a time
 
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+")
 _HOST = re.compile(_SCHEME.pattern + r"://[^/]*")
+_BRACKET = re.compile(_SCHEME.pattern + r"://\[[^\]/]*")  # an IPv6 address
 _PORT = re.compile(r"\d+(/|\s*$)")
 
 Progress = Callable[[str, int, int], None]
@@ -60,9 +61,10 @@ def split_paths(text: str) -> list[str]:
   paths: list[str] = []
   for part in text.split(":"):
     before = paths[-1] if paths else ""
+    in_brackets = _BRACKET.fullmatch(before)
     in_scheme = part.startswith("//") and _SCHEME.fullmatch(before)
     in_host = _PORT.match(part) and _HOST.fullmatch(before)
-    if in_scheme or in_host:
+    if in_scheme or in_host or in_brackets:
       paths[-1] += ":" + part
     else:
       paths.append(part)

@@ -52,16 +52,19 @@ class Rows(Protocol):
 class _HostBatches(grain.RandomAccessDataSource):
   """The batches of one host as a Grain source; element b is a dict of arrays [host batch, length]."""
 
-  def __init__(self, rows: Rows, first: int, global_batch_size: int, shard_index: int, shard_count: int):
+  def __init__(self, rows: Rows, first: int, global_batch_size: int, offsets: np.ndarray):
     self._rows, self._first, self._global_batch_size = rows, first, global_batch_size
-    self._shard_index, self._shard_count = shard_index, shard_count
+    self._kept, self._places = offsets[offsets >= 0], None
+    if len(self._kept) < len(offsets):  # what stands in a row that is cut does not matter: the first sample there is
+      self._places = np.where(offsets >= 0, np.cumsum(offsets >= 0) - 1, 0)
+      self._kept = self._kept if len(self._kept) else np.zeros(1, np.int64)
 
   def __len__(self) -> int:
     return max(len(self._rows) - self._first, 0) // self._global_batch_size
 
   def __getitem__(self, index) -> dict[str, np.ndarray]:
-    first = self._first + int(index) * self._global_batch_size
-    return self._rows.rows(np.arange(first + self._shard_index, first + self._global_batch_size, self._shard_count))
+    fields = self._rows.rows(self._first + int(index) * self._global_batch_size + self._kept)
+    return fields if self._places is None else {field: values[self._places] for field, values in fields.items()}
 
 
 class GlobalOrderDataset(grain.IterDataset):
@@ -81,6 +84,8 @@ class GlobalOrderDataset(grain.IterDataset):
     threads: that read within a process.
     start: sample of the global order to begin at.
     keep_last: keep the last batch, see `GlobalOrderIterator.last_batch`.
+    offsets: integers [rows of this host], which sample of the step each row is, counted from the step's first; -1 for a
+      row that the step cuts off. None: as above.
   """
 
   def __init__(
@@ -96,22 +101,26 @@ class GlobalOrderDataset(grain.IterDataset):
       threads: int = 1,
       start: int = 0,
       keep_last: bool = False,
+      offsets: np.ndarray | None = None,
   ):
     super().__init__()
-    if global_batch_size % shard_count:
-      raise MMapError(
-          f"the global batch of {global_batch_size} samples cannot be divided among {shard_count} hosts; change "
-          "per_device_batch_size."
-      )
+    if offsets is None:
+      if global_batch_size % shard_count:
+        raise MMapError(
+            f"the global batch of {global_batch_size} samples cannot be divided among {shard_count} hosts; change "
+            "per_device_batch_size."
+        )
+      offsets = np.arange(shard_index, global_batch_size, shard_count)
+    self.offsets = offsets
     self.rows, self.global_batch_size = rows, global_batch_size
-    self.shard_index, self.shard_count, self.order = shard_index, shard_count, order
+    self.order = order
     self.workers, self.worker_buffer = workers, max(worker_buffer, 1)
     self.buffered, self.threads = max(buffered, 1), max(threads, 1)
     self.start, self.keep_last = start, keep_last
 
   def batches(self, sample: int) -> grain.MapDataset:
     """Returns this host's batches from a sample of the global order on."""
-    source = _HostBatches(self.rows, sample, self.global_batch_size, self.shard_index, self.shard_count)
+    source = _HostBatches(self.rows, sample, self.global_batch_size, self.offsets)
     return grain.MapDataset.source(source)
 
   def batches_from(self, sample: int) -> grain.DatasetIterator:
@@ -173,9 +182,9 @@ class GlobalOrderIterator(grain.DatasetIterator):
     return self._dataset.global_batch_size
 
   @property
-  def shard_index(self) -> int:
-    """This host, among those that share a global batch."""
-    return self._dataset.shard_index
+  def offsets(self) -> np.ndarray:
+    """Which sample of a step each row of this host is, see `GlobalOrderDataset`."""
+    return self._dataset.offsets
 
   @property
   def available_samples(self) -> int:

@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from maxtext.input_pipeline._mmap_files import MMapError
-from maxtext.input_pipeline._mmap_index_utils import split_paths
+from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, split_paths
 
 
 class Mixture(NamedTuple):
@@ -76,3 +76,34 @@ def parse_npy_entry(entry: str, key: str = "grain_train_files") -> tuple[str, li
     return folder, split_paths(paths)
   except MMapError as error:
     raise MMapError(f"{key}: {error}") from None
+
+
+# Of the released `_mmap_datasource`, for those who import it there.
+
+
+def _parse_weighted_mixture(data_file_pattern: str, format_name: str) -> tuple[list[str], list[float]]:
+  """Returns entries and normalised weights of "entry,weight;...", those of weight 0 left out.
+
+  Unlike `parse_mixture`, a single entry has a weight too.
+  """
+  entries, weights = [], []
+  for number, part in enumerate(data_file_pattern.split(";")):
+    entry, comma, text = part.rpartition(",")
+    try:
+      weight = float(text)
+    except ValueError:
+      weight = math.nan
+    for fault, found in (
+        ("Malformed", not comma),
+        ("Empty spec in", not entry.strip()),
+        ("Invalid weight in", not math.isfinite(weight)),
+        ("Negative weight in", weight < 0),
+    ):
+      if found:
+        raise MMapError(f"{fault} {format_name} mixture entry {number}: {part!r} is not 'entry,weight' of 0 or more.")
+    entries.append(entry.strip())
+    weights.append(weight)
+  if not 0 < sum(weights) < math.inf:
+    raise MMapError(f"Total weight of {format_name} mixture is {sum(weights)}; expected a positive finite total.")
+  kept = [pair for pair in zip(entries, _normalize_weights(weights), strict=True) if pair[1] > 0]
+  return [entry for entry, _ in kept], [weight for _, weight in kept]

@@ -19,6 +19,7 @@ from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_mixture import Mixture, parse_mixture, parse_npy_entry
+from maxtext.input_pipeline._mmap_shards import ShardedDataset
 
 _MOST_AT_ONCE = 8  # children opened side by side
 _MOST_LISTED = 16  # shards that a checkpoint lists one by one
@@ -36,6 +37,7 @@ class StreamSettings:
     num_samples: samples asked for, which decides the order; None: `num_epochs` whole passes.
     num_epochs: whole passes, where `num_samples` is None.
     needed: samples that the run reads.
+    check_length: whether fewer samples than `needed` are an error; not where a checkpoint decides where to go on.
     split, split_index: shares such as "99,1", or "" for whole datasets; 0 train, 1 valid.
     split_sentences: the data was made with `--split-sentences`.
     blend_margin: samples to build for each child of a blend beyond its share, in percent.
@@ -51,6 +53,7 @@ class StreamSettings:
   num_samples: int | None = None
   num_epochs: int = 1
   needed: int = 1
+  check_length: bool = True
   split: str = ""
   split_index: int = 0
   split_sentences: bool = False
@@ -70,7 +73,7 @@ def settings_for(config, evaluation: bool = False) -> StreamSettings:
   """Returns the settings of a config's training or evaluation stream."""
   if evaluation:
     key, samples, part = "grain_eval_files", mmap_config.eval_samples(config), "valid"
-    needed = mmap_config.eval_reads(config) or config.global_batch_size_to_load_eval
+    needed = mmap_config.eval_reads(config) or config.global_batch_size_to_eval_on
   else:
     key, samples, part = "grain_train_files", mmap_config.train_samples(config), "train"
     needed = mmap_config.train_reads(config)
@@ -81,6 +84,7 @@ def settings_for(config, evaluation: bool = False) -> StreamSettings:
       seed=config.data_shuffle_seed,
       num_samples=samples,
       needed=needed,
+      check_length=evaluation or not mmap_config.continues(config),
       split=config.mmap_npy_split,
       split_index=int(evaluation) if config.mmap_npy_split else 0,
       split_sentences=config.mmap_split_sentences,
@@ -213,11 +217,11 @@ def open_stream(settings: StreamSettings, write: bool | None = None, progress: C
   """
   planned, mixture = plan_children(settings)
 
-  def open_child(child: PlannedChild) -> Child:
+  def open_child(child: PlannedChild, dataset: ShardedDataset) -> Child:
     report = progress and (lambda *state: progress(child.number, *state))
     source = datasource.MegatronNpyDataSource(
         child.npy_dir,
-        list(child.paths),
+        dataset,
         settings.eod_id,
         settings.seq_length,
         settings.split_sentences,
@@ -229,7 +233,8 @@ def open_stream(settings: StreamSettings, write: bool | None = None, progress: C
 
   # Each child that has to be built needs memory for its arrays while it is built.
   with concurrent.futures.ThreadPoolExecutor(min(len(planned), os.cpu_count() or 1, _MOST_AT_ONCE)) as pool:
-    children = tuple(pool.map(open_child, planned))
+    datasets = list(pool.map(lambda child: ShardedDataset(child.paths), planned))  # all, before anything is built
+    children = tuple(pool.map(open_child, planned, datasets))
   blend = plan_blend(settings, planned, [len(child.source) for child in children]) if mixture.mixed else None
   if blend is None:
     source: Any = children[0].source
@@ -243,12 +248,13 @@ def open_stream(settings: StreamSettings, write: bool | None = None, progress: C
         write=write,
     )
   stream = Stream(settings, source, children, blend, describe_order(settings, children, blend, len(source)))
-  if len(stream) < settings.needed:
-    raise MMapError(_too_short(settings, len(stream), blend is not None and planned[0].weight is None))
+  if settings.check_length and len(stream) < settings.needed:
+    raise MMapError(too_short(settings, len(stream), blend is not None and planned[0].weight is None))
   return stream
 
 
-def _too_short(settings: StreamSettings, available: int, whole: bool) -> str:
+def too_short(settings: StreamSettings, available: int, whole: bool) -> str:
+  """Says that a stream has too few samples, and what to do; `whole`: it is a blend without weights."""
   training = settings.key == "grain_train_files"
   fewer = "lower steps" if training else "lower eval_steps or eval_per_device_batch_size"
   if whole:

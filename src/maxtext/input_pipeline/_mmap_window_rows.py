@@ -19,6 +19,7 @@ import grain.python as grain
 import numpy as np
 import xxhash
 
+from maxtext.input_pipeline import _mmap_config as mmap_config
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
 from maxtext.input_pipeline._mmap_files import MMapError
@@ -377,6 +378,15 @@ def _shards(prefixes: Sequence[str]) -> str:
   return f" in this order: {', '.join(shown)}"
 
 
+def too_short(settings: WindowSettings, available: int, reads: int, evaluation: bool) -> str:
+  """Says that a stream has too few samples, and what to do."""
+  advice = "lower eval_steps or evaluate on more data" if evaluation else "raise num_epoch or lower steps"
+  return (
+      f"{settings.key}: the stream has {available} samples ({settings.epochs} epoch(s)), but the run reads {reads}; "
+      f"{advice}."
+  )
+
+
 def make_mmap_rows(config, evaluation: bool = False) -> Windows:
   """Opens the stream that a config describes, for training or for evaluation, and says in the log what it is.
 
@@ -396,13 +406,9 @@ def make_mmap_rows(config, evaluation: bool = False) -> Windows:
         "grain_file_type=mmap gives no loss at EOD targets although eod_mask_loss=false, since EOD is its padding too; "
         "use grain_file_type=mmap_npy to train on EOD."
     )
-  steps, batch = config.steps, config.global_batch_size_to_load
+  steps, batch = config.steps, config.global_batch_size_to_train_on
   if evaluation:
-    steps, batch = max(config.eval_steps, 1), config.global_batch_size_to_load_eval
-  if steps * batch > len(windows.rows):
-    advice = "lower eval_steps or evaluate on more data" if evaluation else "raise num_epoch or lower steps"
-    raise MMapError(
-        f"{settings.key}: the stream has {len(windows.rows)} samples ({settings.epochs} epoch(s)), but the run reads "
-        f"{steps * batch} ({steps} steps of {batch}); {advice}."
-    )
+    steps, batch = max(config.eval_steps, 1), config.global_batch_size_to_eval_on
+  if steps * batch > len(windows.rows) and (evaluation or not mmap_config.continues(config)):
+    raise MMapError(too_short(settings, len(windows.rows), steps * batch, evaluation))
   return dataclasses.replace(windows, order={**windows.order, "needed_samples": steps * batch})

@@ -24,6 +24,7 @@ from maxtext.input_pipeline import _mmap_remote as remote
 from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_index_utils import get_document_sizes, resolve_shard_prefixes, split_paths
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
+from maxtext.input_pipeline._mmap_mixture import _parse_weighted_mixture
 
 log = logging.getLogger(__name__)
 
@@ -457,8 +458,6 @@ def get_mmap_dataset(
 
   Weighted datasets are mixed after that, so a mixture depends on the number of hosts; that of `open_windows` does not.
   """
-  from maxtext.input_pipeline._mmap_datasource import _parse_weighted_mixture  # here, since it imports this module
-
   reading = (shuffle, shuffle_seed, num_epoch, host_index, host_count, num_threads, prefetch_buffer_size)
   if ";" not in data_file_pattern:
     return apply_transforms(create_mmap_source(data_file_pattern, split_sentences, seq_length, eod_id), *reading)

@@ -34,9 +34,7 @@ def make_grain_train_iterator(config, global_mesh, process_indices):
     return release.make_grain_train_iterator(config, global_mesh, process_indices)
   _log_semantics(config)
   rows, order = _rows(config, evaluation=False)
-  dataset = _global_order(
-      config, process_indices, rows, order, config.global_batch_size_to_load, "", config.mmap_npy_start_sample
-  )
+  dataset = _global_order(config, global_mesh, process_indices, rows, order, False)
   return multihost_dataloading.MultiHostDataLoadIterator(dataset, global_mesh, config.generate_padding_batch_train)
 
 
@@ -45,7 +43,7 @@ def make_grain_eval_iterator(config, global_mesh, process_indices):
   if config.grain_file_type not in mmap_config.FILE_TYPES:
     return release.make_grain_eval_iterator(config, global_mesh, process_indices)
   rows, order = _rows(config, evaluation=True)
-  dataset = _global_order(config, process_indices, rows, order, config.global_batch_size_to_load_eval, "_eval")
+  dataset = _global_order(config, global_mesh, process_indices, rows, order, True)
   return multihost_dataloading.MultiHostDataLoadIterator(dataset, global_mesh, config.generate_padding_batch_eval)
 
 
@@ -60,15 +58,20 @@ def _rows(config, evaluation: bool):
   return MegatronRows(stream.source, config), stream.order
 
 
-def _global_order(config, process_indices, rows, order, global_batch_size: int, suffix: str, start: int = 0):
-  """Lays out the samples of a global order for this host; `suffix` chooses Grain's keys for evaluation."""
-  _check_hosts_agree(order, "grain_eval_files" if suffix else "grain_train_files", len(process_indices))
+def _global_order(config, mesh, process_indices, rows, order, evaluation: bool) -> GlobalOrderDataset:
+  """Lays out the samples of a global order for this host."""
+  _check_hosts_agree(order, "grain_eval_files" if evaluation else "grain_train_files", len(process_indices))
+  used, loaded = config.global_batch_size_to_train_on, config.global_batch_size_to_load
+  suffix, start = "", config.mmap_npy_start_sample
+  if evaluation:
+    used, loaded = config.global_batch_size_to_eval_on, config.global_batch_size_to_load_eval
+    suffix, start = "_eval", 0
   names = ("worker_count", "per_worker_buffer_size", "prefetch_buffer_size", "num_threads")
   workers, worker_buffer, ahead, threads = (getattr(config, f"grain_{name}{suffix}") for name in names)
-  host_batch = max(global_batch_size // len(process_indices), 1)
+  host_batch = max(used // len(process_indices), 1)
   dataset = GlobalOrderDataset(
       rows,
-      global_batch_size,
+      used,
       process_indices.index(jax.process_index()),
       len(process_indices),
       order,
@@ -78,10 +81,30 @@ def _global_order(config, process_indices, rows, order, global_batch_size: int, 
       threads,
       start,
       config.log_batch_digest,
+      kept_rows(mesh, loaded, used) if used != loaded else None,
   )
   if workers < 0:
     dataset.workers = _chosen_workers(config, dataset.batches(start))
   return dataset
+
+
+def kept_rows(mesh, loaded: int, used: int) -> np.ndarray:
+  """Says which rows of this host's batch a step uses, where per_device_batch_size is below 1.
+
+  MaxText then loads a row for each device (and accumulation step), and its step keeps the first rows of the global batch.
+
+  Args:
+    mesh: of all devices; their order in it is that of the rows.
+    loaded: rows of the global batch.
+    used: rows that the step keeps.
+
+  Returns:
+    For each row of this host its place in the global batch, or -1 if it is cut, int64[rows of this host].
+  """
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+  places = sharding.devices_indices_map((loaded,))
+  rows = np.concatenate([np.arange(loaded)[places[device]] for device in mesh.local_devices])
+  return np.where(rows < used, rows, -1)
 
 
 def _check_hosts_agree(order, key: str, hosts: int) -> None:

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> dict:
     facts |= {
         "file_type": config.grain_file_type,
         "devices": config.num_target_devices,
-        "global_batch_size": config.global_batch_size_to_load,
+        "global_batch_size": config.global_batch_size_to_train_on,
         "steps": config.steps,
         "start_sample": config.mmap_npy_start_sample,
         "not_strict": checks.not_strict(config),

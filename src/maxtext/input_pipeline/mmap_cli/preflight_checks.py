@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.input_pipeline import _megatron_blending as blending
+from maxtext.input_pipeline import _mmap_config as mmap_config
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_megatron_cache as megatron_cache
 from maxtext.input_pipeline import _mmap_stream as streams
@@ -35,18 +36,19 @@ _BLEND_BYTES = 10  # of a draw
 def check_part(config, evaluation: bool, findings: Findings, builds: list[Build]) -> dict[str, Any]:
   """Looks at the data of training or evaluation; returns its facts, JSON-able."""
   part = "valid" if evaluation else "train"
-  if config.grain_file_type == "mmap":
-    settings = window_rows.settings_for(config, evaluation)
+  windows = config.grain_file_type == "mmap"
+  settings: Any = (window_rows if windows else streams).settings_for(config, evaluation)
+  if windows:
     facts = _check_windows(config, settings, evaluation, findings)
   else:
-    facts = _check_stream(config, streams.settings_for(config, evaluation), findings, builds)
+    facts = _check_stream(config, settings, findings, builds)
   available, reads = facts["samples_available"], facts["samples_read"]
-  if available is not None and available < reads:
-    key = facts["key"]
-    advice = "lower eval_steps or evaluate on more data" if evaluation else "raise mmap_npy_num_samples or lower steps"
-    if not evaluation and config.grain_file_type == "mmap":
-      advice = "lower steps or raise num_epoch"
-    findings.problem(f"{key}: the run reads {reads} samples, and its order has {available}; {advice}.")
+  if available is not None and available < reads and (evaluation or not mmap_config.continues(config)):
+    if windows:
+      findings.problem(window_rows.too_short(settings, available, reads, evaluation))
+    else:
+      whole = facts["blend"] is not None and facts["datasets"][0]["weight"] is None
+      findings.problem(streams.too_short(settings, available, whole))
   return {"part": part, **facts}
 
 
@@ -256,7 +258,7 @@ def _find_pair(settings, blend: blending.BlendRequest, findings: Findings) -> st
 
 
 def _check_windows(config, settings, evaluation: bool, findings: Findings) -> dict[str, Any]:
-  batch = config.global_batch_size_to_load_eval if evaluation else config.global_batch_size_to_load
+  batch = config.global_batch_size_to_eval_on if evaluation else config.global_batch_size_to_train_on
   steps = max(config.eval_steps, 1) if evaluation else config.steps
   facts: dict[str, Any] = {
       "key": settings.key,

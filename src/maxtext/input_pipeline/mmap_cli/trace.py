@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> dict:
   config = run_config.read(options)
   decode = _decoder(options.decode)
   samples = places.open_places(config)
-  batch = config.global_batch_size_to_load
+  batch = config.global_batch_size_to_train_on
   first = config.mmap_npy_start_sample + options.step * batch
   if first + batch > len(samples):
     raise MMapError(

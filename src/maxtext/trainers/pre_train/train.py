@@ -54,29 +54,37 @@ def training_loop_iteration(jax_device_state, python_vars, immutable_data):
     saved = _save_last_step(jax_device_state["state"], python_vars, config, step)
     raise DataFailureError(f"Training ended in the evaluation after step {step}: {_sentence(cause)}{saved}") from cause
   if immutable_data["config"].log_batch_digest:
-    _log_batch_digest(python_vars["step"], python_vars["data_iterator"])
+    _log_batch_digest(python_vars["step"], immutable_data["config"], python_vars["data_iterator"])
   return metrics
 
 
-def _log_batch_digest(step: int, data_iterator) -> None:
+def _log_batch_digest(step: int, config, data_iterator) -> None:
   """Logs the digest of the global batch that a step has read; every process takes part, the first one logs."""
   iterator = getattr(data_iterator, "local_iterator", None)
-  if not isinstance(iterator, GlobalOrderIterator) or iterator.last_batch is None:
-    return
-  digests = _gather_rows(mmap_digest.row_digests(mmap_digest.raw_tokens(iterator.last_batch)), iterator.shard_index)
+  if isinstance(iterator, GlobalOrderIterator):
+    if iterator.last_batch is None:
+      return
+    offsets, first = iterator.offsets, iterator.last_first_sample
+    digests = mmap_digest.row_digests(mmap_digest.raw_tokens(iterator.last_batch))
+  else:  # a host whose rows are all cut loads no data
+    offsets, first = np.full(config.global_batch_size_to_load // jax.process_count(), -1), -1
+    digests = np.zeros(len(offsets), np.uint64)
+  digests, first = _gather_rows(digests, offsets, first)
   if jax.process_index() == 0:
-    digest = mmap_digest.combine(digests)
-    max_logging.log(mmap_digest.line(step, digest, iterator.last_first_sample, len(digests)))
+    max_logging.log(mmap_digest.line(step, mmap_digest.combine(digests), first, len(digests)))
 
 
-def _gather_rows(digests: np.ndarray, host: int) -> np.ndarray:
-  """Returns the row digests of all hosts in global order, uint64[rows], from those of this one."""
-  if jax.process_count() == 1:
-    return digests
-  halves = digests.view(np.uint32).reshape(-1, 2)  # JAX would cut 64 bits to 32
-  everyones = multihost_utils.process_allgather({"host": np.int32(host), "halves": halves})
-  by_host = np.asarray(everyones["halves"])[np.argsort(np.asarray(everyones["host"]))]
-  return mmap_digest.interleave([np.ascontiguousarray(part).view(np.uint64)[:, 0] for part in by_host])
+def _gather_rows(digests: np.ndarray, offsets: np.ndarray, first: int) -> tuple[np.ndarray, int]:
+  """Returns the digests of the rows that all hosts use, uint64[rows] in global order, and the step's first sample."""
+  if jax.process_count() > 1:
+    halves = digests.view(np.uint32).reshape(-1, 2)  # JAX would cut 64 bits to 32
+    first_halves = np.array([first], np.int64).view(np.uint32)
+    mine = {"halves": halves, "offsets": offsets.astype(np.int32), "first": first_halves}
+    everyones = multihost_utils.process_allgather(mine)
+    digests = np.ascontiguousarray(everyones["halves"]).view(np.uint64).reshape(-1)
+    offsets = np.asarray(everyones["offsets"]).reshape(-1)
+    first = int(np.ascontiguousarray(everyones["first"]).view(np.int64).max())
+  return mmap_digest.in_order(digests, offsets), first
 
 
 class _HeldFailure:
