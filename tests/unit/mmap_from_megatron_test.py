@@ -221,6 +221,11 @@ def test_what_cannot_be_used_is_refused(arguments, words):
   assert words in refusal(arguments)
 
 
+def test_more_devices_than_samples():
+  assert keys_of(f"--data-path a {RUN}", devices=8)["per_device_batch_size"] == 0.5
+  assert keys_of(f"--data-path a {RUN}", devices=64)["per_device_batch_size"] == 4 / 64
+
+
 def test_devices_that_do_not_divide_the_batch():
   assert "cannot be divided among 3 devices" in refusal(f"--data-path a {RUN}", devices=3)
   assert "--eval-global-batch-size 6" in refusal(f"--data-path a {RUN} --eval-global-batch-size 6", devices=4)

@@ -120,8 +120,7 @@ def _percent(surplus: float) -> float:
 
 def _length_keys(data: MegatronData, devices: int, consumed: int) -> Iterator[_Key]:
   asked, batch = data.samples[0], data.global_batch_size
-  if batch % devices:
-    raise MMapError(f"--global-batch-size {batch} cannot be divided among {devices} devices; give another --devices.")
+  per_device = _per_device(batch, devices, "--global-batch-size")
   steps = (asked - consumed) // batch
   if steps < 1:
     raise MMapError(
@@ -134,7 +133,7 @@ def _length_keys(data: MegatronData, devices: int, consumed: int) -> Iterator[_K
     if consumed:
       yield _Key("mmap_npy_start_sample", consumed, "--consumed-samples")
   yield _Key("steps", steps, "those that are left" if consumed else "--train-iters, or --train-samples")
-  yield _Key("per_device_batch_size", batch // devices, f"--global-batch-size {batch} on {devices} device(s)")
+  yield _Key("per_device_batch_size", per_device, f"--global-batch-size {batch} on {devices} device(s)")
 
 
 def _evaluation_keys(arguments: Arguments, data: MegatronData, folder: str, devices: int) -> Iterator[_Key]:
@@ -142,11 +141,7 @@ def _evaluation_keys(arguments: Arguments, data: MegatronData, folder: str, devi
   if valid is None or not data.evaluates() or _several_validations(arguments, data):
     yield _Key("eval_interval", -1, "no evaluation")
     return
-  if data.eval_batch_size % devices:
-    raise MMapError(
-        f"--eval-global-batch-size {data.eval_batch_size} cannot be divided among {devices} devices; give another "
-        "--devices."
-    )
+  per_device = _per_device(data.eval_batch_size, devices, "--eval-global-batch-size")
   yield _Key("grain_eval_files", _files(valid, folder), _sources(arguments, "valid"))
   yield _Key("eval_interval", data.eval_interval, "--eval-interval" + _by_default(arguments, "--eval-interval"))
   if data.samples[1] is None:
@@ -157,7 +152,20 @@ def _evaluation_keys(arguments: Arguments, data: MegatronData, folder: str, devi
     yield _Key("mmap_npy_num_eval_samples", data.requested(1), source + _surplus(data, 1))
   if data.eval_batch_size != data.global_batch_size:  # else it follows per_device_batch_size
     source = f"--eval-global-batch-size {data.eval_batch_size} on {devices} device(s)"
-    yield _Key("eval_per_device_batch_size", data.eval_batch_size // devices, source)
+    yield _Key("eval_per_device_batch_size", per_device, source)
+
+
+def _per_device(batch: int, devices: int, source: str) -> int | float:
+  """Returns the samples of a device; a share of one where there are more devices than samples, as MaxText multiplies it.
+
+  Raises:
+    MMapError: if no such number gives the batch.
+  """
+  if batch % devices == 0:
+    return batch // devices
+  if batch < devices and int(devices * (batch / devices)) == batch:
+    return batch / devices
+  raise MMapError(f"{source} {batch} cannot be divided among {devices} devices; give another --devices.")
 
 
 def _surplus(data: MegatronData, part: int) -> str:
