@@ -70,7 +70,7 @@ class Ours(Implementation):
     ]
     request = cache.IndexRequest(seq_length, seed, size)
     gc.collect()
-    with PeakMemory() as peak:
+    with PeakMemory(every=0.005) as peak:
       seconds, _ = timed(lambda: blending.write_blend(specs, request, 0.5, workers, folder))
     names = [sorted(path for path in os.listdir(place) if path.endswith(".npy")) for place in (folder, *folders)]
     paths = [os.path.join(place, name) for place, found in zip((folder, *folders), names, strict=True) for name in found]

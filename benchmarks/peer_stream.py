@@ -114,7 +114,7 @@ class Ours(Implementation):
     config = read_config(**keys)
     clock.take("configuration")
     before = status_bytes("RssAnon")
-    with PeakMemory() as peak:
+    with PeakMemory(every=0.02) as peak:
       dataset = self.dataset(config)
       clock.take("opening")
       batches = iter(dataset)
