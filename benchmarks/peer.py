@@ -187,11 +187,11 @@ class Ours(MaxTextImplementation):
 
   def batches(self, seq_length, batch, threads):
     from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
-    from maxtext.input_pipeline.grain_data_processing import MegatronRows
+    from maxtext.input_pipeline.grain_data_processing import megatron_rows
 
     keys = {"mmap_eod_id": 2, "vocab_size": 32000, "reset_attention_mask": True, "eod_mask_loss": False}
     config = SimpleNamespace(max_target_length=seq_length, packing_max_segments_per_sample=0, **keys)
-    return GlobalOrderDataset(MegatronRows(self.source, config), batch, 0, 1, {}, buffered=16, threads=threads)
+    return GlobalOrderDataset(megatron_rows(self.source, config), batch, 0, 1, {}, buffered=16, threads=threads)
 
 
 class Release(MaxTextImplementation):

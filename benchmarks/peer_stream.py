@@ -78,12 +78,12 @@ class Ours(Implementation):
     """Does what make_grain_train_iterator does, up to the transfer to devices."""
     from maxtext.input_pipeline import _mmap_stream
     from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
-    from maxtext.input_pipeline.grain_data_processing import MegatronRows
+    from maxtext.input_pipeline.grain_data_processing import megatron_rows
 
     self.stream = _mmap_stream.open_stream(_mmap_stream.settings_for(config))
     batch = config.global_batch_size_to_load
     return GlobalOrderDataset(
-        MegatronRows(self.stream.source, config),
+        megatron_rows(self.stream.source, config),
         batch,
         0,
         1,

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from maxtext.configs import pyconfig
-from maxtext.input_pipeline.grain_data_processing import MegatronRows
+from maxtext.input_pipeline.grain_data_processing import megatron_rows
 from maxtext.input_pipeline.input_pipeline_utils import (
   GenerateDocSegmentIds,
   MegatronSplitInputsTargets,
@@ -98,7 +98,7 @@ def rows_of(**keys) -> dict[str, list[int]]:
   source = types.SimpleNamespace(read_rows=lambda indices: np.array([TOKENS] * len(indices), np.int32))
   settings = {"max_target_length": 8, "packing_max_segments_per_sample": 2, "reset_attention_mask": True} | keys
   config = types.SimpleNamespace(vocab_size=100, mmap_eod_id=EOD, **{"eod_mask_loss": False} | settings)
-  return {name: values[0].tolist() for name, values in MegatronRows(source, config).rows(np.arange(1)).items()}
+  return {name: values[0].tolist() for name, values in megatron_rows(source, config).rows(np.arange(1)).items()}
 
 
 def test_a_run_merges_by_its_keys():

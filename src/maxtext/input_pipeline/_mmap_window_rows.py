@@ -22,6 +22,7 @@ import xxhash
 from maxtext.input_pipeline import _mmap_config as mmap_config
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
+from maxtext.input_pipeline._mmap_fields import check_token_ids
 from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, resolve_shard_prefixes, split_paths
 from maxtext.input_pipeline._mmap_mixture import parse_mixture
@@ -243,13 +244,11 @@ class MMapRows:
     size = self._settings.vocab_size
     if size is None or not kernels.any_outside(tokens.ravel(), 0, size - 1):
       return
-    from maxtext.input_pipeline import input_pipeline_utils  # here: it imports JAX, which tools do without
-
     def file_of(row: int, column: int) -> str:
       stream = self.streams[children[row]]
       return stream.shards[stream.shard_at(int(starts[row]) + column)].prefix + ".bin"
 
-    input_pipeline_utils.check_token_ids(tokens, size, file_of)
+    check_token_ids(tokens, size, file_of)
 
 
 # Opening.

@@ -18,6 +18,7 @@ from maxtext.input_pipeline import _mmap_remote as mmap_remote
 from maxtext.input_pipeline import _mmap_stream as mmap_stream
 from maxtext.input_pipeline import _mmap_window_rows as mmap_window_rows
 from maxtext.input_pipeline import input_pipeline_utils, multihost_dataloading
+from maxtext.input_pipeline._mmap_fields import MegatronRows
 from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
 from maxtext.utils import max_logging
@@ -55,7 +56,18 @@ def _rows(config, evaluation: bool):
     return windows.rows, windows.order
   stream = mmap_stream.open_stream(mmap_stream.settings_for(config, evaluation))
   _log_stream(stream)
-  return MegatronRows(stream.source, config), stream.order
+  return megatron_rows(stream.source, config), stream.order
+
+
+def megatron_rows(source, config) -> MegatronRows:
+  """Returns the model's fields of the samples of a source, as the config's keys say."""
+  split = input_pipeline_utils.MegatronSplitInputsTargets(
+      eod_id=config.mmap_eod_id,
+      reset_attention_mask=config.reset_attention_mask,
+      eod_mask_loss=config.eod_mask_loss,
+      min_segment_length=input_pipeline_utils.megatron_min_segment_length(config),
+  )
+  return MegatronRows(source, split, config.vocab_size)
 
 
 def _global_order(config, mesh, process_indices, rows, order, evaluation: bool) -> GlobalOrderDataset:
@@ -119,39 +131,6 @@ def _check_hosts_agree(order, key: str, hosts: int) -> None:
         f"{key}: the data or the order of process {_some(list(map(str, others)))} is not that of process 0; give all "
         "hosts the same datasets and the same config (the line of each dataset in their logs shows the difference)."
     )
-
-
-class MegatronRows:
-  """The model's fields of the samples of a stream; see `MegatronSplitInputsTargets`.
-
-  Args:
-    source: `len()` and `read_rows`, see `MegatronNpyDataSource`.
-    config: for the keys of masks, positions and vocabulary.
-  """
-
-  def __init__(self, source, config):
-    self._source, self._vocab_size = source, config.vocab_size
-    self._split = input_pipeline_utils.MegatronSplitInputsTargets(
-        eod_id=config.mmap_eod_id,
-        reset_attention_mask=config.reset_attention_mask,
-        eod_mask_loss=config.eod_mask_loss,
-        min_segment_length=input_pipeline_utils.megatron_min_segment_length(config),
-    )
-
-  def __len__(self) -> int:
-    return len(self._source)
-
-  def rows(self, indices):
-    """Returns the fields of samples, each int32[len(indices), L].
-
-    Raises:
-      MMapError: if a sample cannot be read, or holds a token id outside the vocabulary.
-    """
-    tokens = self._source.read_rows(indices)
-    input_pipeline_utils.check_token_ids(
-        tokens, self._vocab_size, lambda row, column: self._source.file_of(indices[row], column)
-    )
-    return self._split.split_rows(tokens)
 
 
 def _chosen_workers(config, batches: grain.MapDataset) -> int:
