@@ -99,9 +99,9 @@ def test_top_level_names():
     _ = maxtext.nonsense
 
 
-def test_the_console_scripts_of_the_release_are_there():
-  scripts = [script for script in distribution("maxtext").entry_points if script.group == "console_scripts"]
-  assert len(scripts) == 6 and all(callable(script.load()) for script in scripts)
+def test_the_console_scripts_of_the_release_and_our_own_are_there():
+  scripts = {script.name: script for script in distribution("maxtext").entry_points if script.group == "console_scripts"}
+  assert len(scripts) == 7 and "mmap-index" in scripts and all(callable(script.load()) for script in scripts.values())
 
 
 def test_import_is_light(monkeypatch):

@@ -2,9 +2,9 @@
 """Training on Megatron data: a failure of the data ends the run with one sentence and a non-zero exit code.
 
 The stand-in `train.py` puts it into the release's trainer. The release logs a failure of the data iterator as "Training
-stopped" and exits 0, without a last checkpoint. Here, a failure met inside the loop saves the last whole step (with one
-process and checkpoints on) and is raised again; and the sentence of an MMapError is the last line on stderr, in place of a
-stack trace. With `log_batch_digest`, each step also logs a digest of its global batch. Other runs are the release's.
+stopped" and exits 0, without a last checkpoint. Here, a failure in the loop saves the last whole step (with one process
+and checkpoints on) and is raised again; and the sentence of an MMapError is the last line on stderr, in place of a stack
+trace. With `log_batch_digest`, each step also logs a digest of its global batch. Other runs are the release's.
 """
 
 import functools
