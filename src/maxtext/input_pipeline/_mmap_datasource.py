@@ -218,7 +218,29 @@ class MegatronNpyDataSource(grain.RandomAccessDataSource):
     return len(self._shuffle_index)
 
   def __getitem__(self, index) -> dict[str, np.ndarray]:
-    return {"text": self.read_rows([index])[0]}
+    tokens = self._read_one(index)
+    return {"text": self.read_rows([index])[0] if tokens is None else tokens}
+
+  def _read_one(self, index) -> np.ndarray | None:
+    """Reads a whole sample of one local file, the usual case, faster than `read_rows`; None if it is not that."""
+    shard = self.dataset.shards[0]
+    file, dtype, position = shard.bin_file, shard.header.dtype, int(index)
+    if not isinstance(file, FileIdentity) or len(self.dataset.shards) > 1 or dtype.itemsize == 8:
+      return None
+    if not 0 <= position < len(self):
+      return None
+    sample = self._sample(position)
+    raw = np.empty((self._seq_length + 2) * dtype.itemsize, np.uint8)  # a token more, to see one that is too long
+    arrays = shard.sizes, shard.pointers, self._document_index, self._sample_index
+    descriptor = DESCRIPTORS.acquire(file)
+    try:
+      filled = kernels.read_sample(descriptor, dtype.itemsize, *arrays, sample, 1, raw)
+    finally:
+      DESCRIPTORS.release(file)
+    if filled != len(raw) - dtype.itemsize:
+      return None
+    _mmap_guard.check(self._tails)
+    return raw[:filled].view(dtype).astype(np.int32)
 
   def _sample(self, index) -> int:
     """Returns the row of the sample index that element `index` is."""
