@@ -81,6 +81,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
+_LARGE = 1 << 22  # bytes of a file that is worth a thread
 _SCANNERS = 8  # shards looked at side by side
 
 Triplet = tuple[np.ndarray, ...]  # document, sample and shuffle index
@@ -196,12 +197,22 @@ def dataset_facts(dataset: str | MMapIndexedDataset, stamps: Stamps | None = Non
   facts = stamps.get(path) if stamps else None
   if facts is None:
     stat = stat_of(path)
-    facts = {**dataclasses.asdict(dataset.scan()), "digest": xxhash.xxh3_128_hexdigest(map_file(path))}
+    facts = _scan(dataset, path)
     _mmap_guard.check([dataset.tail])
     if stamps:
       stamps.put(path, stat, **facts)
   head = dataset.header
   return {**facts, "sequences": head.num_sequences, "documents": head.num_documents, "dtype": head.dtype.name}
+
+
+def _scan(dataset: MMapIndexedDataset, path: str) -> dict[str, Any]:
+  """Reads an `.idx` file whole; the checksum of a large one beside the scan."""
+  digest = lambda: xxhash.xxh3_128_hexdigest(map_file(path))
+  if dataset.idx_file.size < _LARGE:
+    return {**dataclasses.asdict(dataset.scan()), "digest": digest()}
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    checksum = pool.submit(digest)
+    return {**dataclasses.asdict(dataset.scan()), "digest": checksum.result()}
 
 
 def _check_not_empty(dataset: ShardedDataset, facts) -> None:
