@@ -119,7 +119,7 @@ def test_samples_are_named_by_their_pieces(build, compare, mmap_index, tmp_path)
   assert facts["samples"][0] == [{"sequence": 5, "from": 0}, {"sequence": 2, "to": 0}]
   assert facts["samples"][1] == [{"sequence": 4, "from": 5}, {"sequence": 3, "to": 3}]
   text = mmap_index("diff", ours, tmp_path / "b")[1]
-  assert "sample 2 (of 8 in A and 8 in B)" in text and "sequence 5 from token 0, 2 to 0" in text
+  assert "sample 2 (of 8 in A and 8 in B)" in text and "sequence 5 from token 0, 2 to token 0" in text
   assert "reason: no file says: seed, seq_length, split" in text
 
 

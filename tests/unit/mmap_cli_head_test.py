@@ -68,7 +68,7 @@ def test_text_for_people(mmap_index, tmp_path, monkeypatch):
   prefix = write(tmp_path / "data", [[10, 11, EOD], [20, 21]])
   text = mmap_index("head", prefix, "--seq-length", 4, "--seed", 1, "--eod-id", EOD)[1]
   assert text.splitlines() == [
-    "sample 0: data, sequence 0, tokens 0 to 3 and 1 more",
+    f"sample 0: {prefix}, sequence 0, tokens 0 to 3 and 1 more",
     "token     10 11 99 20",
     "segment    1  1  1  2",
     "position   0  1  2  0",
@@ -178,3 +178,20 @@ def test_what_cannot_be_shown(mmap_index, books, tmp_path):
   ):
     code, out, errors = mmap_index("head", *arguments)
     assert code == 1 and out == "" and errors.startswith("error: ") and expected in errors, arguments
+
+
+def test_indices_of_another_dataset_are_not_shown(mmap_index, tmp_path):
+  books = write(tmp_path / "books", [[10, 11, EOD], [20, 21, EOD]])
+  folder = str(tmp_path / "indices")
+  write(tmp_path / "code", [[1] * 9, [2] * 9])
+  assert mmap_index("convert", "--input", books, "--output-dir", folder, "--seq-length", 4, "--num-samples", 1)[0] == 0
+  assert mmap_index("head", f"{folder}|{books}", "-n", 1)[0] == 0
+  code, out, errors = mmap_index("head", f"{folder}|{tmp_path / 'code'}", "-n", 1)
+  assert code == 1 and out == "" and "name the dataset that it was built from" in errors
+
+
+def test_an_eod_that_is_a_guess_is_said(mmap_index, tmp_path):
+  prefix = write(tmp_path / "data", [[10, 11, 12], [20, 21, 22], [30, 31, 32]])
+  note = "is a guess, the most common last token, and 33.3% of the documents looked at end with it; give --eod-id"
+  assert note in mmap_index("head", prefix, "--seq-length", 4, "-n", 1)[1]
+  assert "is a guess" not in mmap_index("head", prefix, "--seq-length", 4, "-n", 1, "--eod-id", 9)[1]

@@ -446,7 +446,7 @@ def _find_index(folder: str, description: IndexDescription, stamps: Stamps) -> I
     arrays = load(folder, description, stamps)
     return Index(description, arrays, True, tuple(description.paths(folder).values()))
   except (FileNotFoundError, NotADirectoryError):
-    log.info("%s has no indices for this order (%s).", folder, description.name)
+    log.info("%s: no index files of this order (%s).", folder, description.name)
   except StaleIndexError as error:
     log.warning("%s; building the indices again.", error)
   except OSError as error:

@@ -53,7 +53,9 @@ def choose(order: orders.Order, candidates: list[Candidate]) -> Candidate:
     return found[0]
   given = ", ".join(candidate.text for candidate in candidates[:3]) + (", ..." if len(candidates) > 3 else "")
   where = os.path.join(order.folder, order.name)
-  raise MMapError(f"{where} was built from {_origin(order)}, which is not {given}; name that dataset.")
+  raise MMapError(
+      f"{where} was built from {_origin(order)}, which is not {given}; name the dataset that it was built from."
+  )
 
 
 def _same_names(paths: tuple[str, ...], candidate: Candidate) -> bool:

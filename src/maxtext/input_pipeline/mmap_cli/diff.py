@@ -229,7 +229,8 @@ def _sample_text(sample) -> str:
     return f"sequence {piece['sequence']:,}, tokens {piece['from']:,} to {piece['to']:,}"
   first, *between, last = sample
   middle = "".join(f", {piece['sequence']:,}" for piece in between[:5]) + (", ..." if len(between) > 5 else "")
-  return f"sequence {first['sequence']:,} from token {first['from']:,}{middle}, {last['sequence']:,} to {last['to']:,}"
+  begin = f"sequence {first['sequence']:,} from token {first['from']:,}"
+  return f"{begin}{middle}, {last['sequence']:,} to token {last['to']:,}"
 
 
 def _short(value) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 from typing import Any
 import unicodedata
@@ -28,6 +27,8 @@ example (an index folder, settings, a config):
 """
 
 
+_USUAL = 0.9  # of the documents end with EOD, or it is worth a note
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("paths", nargs="*", metavar="DATASET", help="dataset, or 'npy_dir|dataset'; with --config: key=value")
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--merge", type=console.not_negative, default=0, metavar="P", help="packing_max_segments_per_sample; default: 0")
   add("--eod-mask-loss", action="store_true", help="eod_mask_loss=true")
   add("--no-reset", action="store_true", help="reset_attention_mask=false")
-  add("--margin", type=float, default=0.5, help="mmap_npy_blend_margin of the run, percent; default: %(default)s")
+  add("--margin", type=float, default=0.5, metavar="PERCENT", help="mmap_npy_blend_margin; default: %(default)s")
   build.add_order(parser, extra_token=False)
 
 
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace) -> dict:
     raise MMapError(f"--position {options.position} is beyond the {total} samples of this order; the first one is 0.")
   chosen = range(options.position, min(options.position + options.number, total))
   samples = [_sample(view, position, decode) for position in chosen]
-  return {"total": total, "eod_id": view.eod_id, "shown": options.tokens, "samples": samples}
+  eod = {"eod_id": view.eod_id, "eod_share": view.eod_share}
+  return {"total": total, **eod, "shown": options.tokens, "samples": samples}
 
 
 def _decoder(path: str | None):
@@ -106,6 +108,11 @@ def render(facts: dict) -> str:
   end = facts["samples"][-1]["position"] + 1
   if end < facts["total"]:
     parts.append(f"{facts['total'] - end:,} more samples; EOD is {facts['eod_id']}")
+  if facts["eod_share"] is not None and facts["eod_share"] < _USUAL:
+    parts.append(
+        f"note: EOD {facts['eod_id']} is a guess, the most common last token, and {facts['eod_share']:.1%} of the "
+        "documents looked at end with it; give --eod-id"
+    )
   return "\n\n".join(parts)
 
 
@@ -130,8 +137,7 @@ def _heading(sample: dict) -> str:
   first, *others = sample["pieces"]
   more = f" and {len(others):,} more" if others else ""
   end = first["offset"] + first["length"]
-  name = os.path.basename(first["dataset"])
-  place = f"{name}, sequence {first['sequence']:,}, tokens {first['offset']:,} to {end:,}{more}"
+  place = f"{first['dataset']}, sequence {first['sequence']:,}, tokens {first['offset']:,} to {end:,}{more}"
   return f"sample {sample['position']:,}: {place}"
 
 

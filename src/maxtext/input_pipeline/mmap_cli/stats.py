@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--merge", type=console.not_negative, default=0, metavar="P", help="packing_max_segments_per_sample; default: 0")
   add("--eod-id", type=console.not_negative, metavar="ID", help="token that ends documents; default: the usual last one")
   build.add_order(parser, extra_token=False)
-  add("--margin", type=float, default=0.5, help="mmap_npy_blend_margin of the run, percent; default: %(default)s")
+  add("--margin", type=float, default=0.5, metavar="PERCENT", help="mmap_npy_blend_margin; default: %(default)s")
   add(
       "--read",
       nargs="?",

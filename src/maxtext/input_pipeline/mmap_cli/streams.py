@@ -12,7 +12,7 @@ from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
 from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_shards import ShardedDataset
 from maxtext.input_pipeline.input_pipeline_utils import MegatronSplitInputsTargets, megatron_min_segment_length
-from maxtext.input_pipeline.mmap_cli import documents, mixtures, orders, segments
+from maxtext.input_pipeline.mmap_cli import candidates, documents, mixtures, orders, segments
 
 
 class View(NamedTuple):
@@ -23,12 +23,14 @@ class View(NamedTuple):
     datasets: of each child.
     fields: the transform to the model's fields.
     eod_id: token that ends documents.
+    eod_share: where it was guessed, the share of documents that end with it.
   """
 
   source: Any
   datasets: list[ShardedDataset]
   fields: MegatronSplitInputsTargets
   eod_id: int
+  eod_share: float | None = None
 
 
 def open_view(options: argparse.Namespace, progress=None) -> View:
@@ -40,9 +42,9 @@ def open_view(options: argparse.Namespace, progress=None) -> View:
   if options.config:
     return _of_config(options, progress)
   entries = mixtures.entries_of(options)
-  eod_id = options.eod_id if options.eod_id is not None else _guess_eod(entries)
+  eod_id, share = (options.eod_id, None) if options.eod_id is not None else _guess_eod(entries)
   if options.seq_length is None:
-    return _of_folder(options, entries, eod_id)
+    return _of_folder(options, entries, eod_id)._replace(eod_share=share)
   if len(entries) > 1 and not options.datasets:
     raise MMapError(f"{len(entries)} datasets were given; name one, or a blend: --datasets 'dataset,0.7;dataset,0.3'.")
   settings = streams.StreamSettings(
@@ -58,7 +60,8 @@ def open_view(options: argparse.Namespace, progress=None) -> View:
       key="--datasets" if options.datasets else "DATASET",
   )
   stream = streams.open_stream(settings, write=False, progress=progress)
-  return View(stream.source, [child.source.dataset for child in stream.children], _fields(options, eod_id), eod_id)
+  datasets = [child.source.dataset for child in stream.children]
+  return View(stream.source, datasets, _fields(options, eod_id), eod_id, share)
 
 
 def _files(entries: list[mixtures.Entry], blend: bool) -> str:
@@ -69,15 +72,16 @@ def _files(entries: list[mixtures.Entry], blend: bool) -> str:
   return "".join(f"{text},{entry.weight};" for text, entry in zip(texts, entries, strict=True))
 
 
-def _guess_eod(entries: list[mixtures.Entry]) -> int:
-  """Returns the most common last token of documents."""
+def _guess_eod(entries: list[mixtures.Entry]) -> tuple[int, float]:
+  """Returns the most common last token of documents, and the share of those looked at that end with it."""
   tokens = collections.Counter()
   for entry in entries:
     for shard in ShardedDataset(entry.paths).shards:
       tokens.update(documents.last_tokens(shard, 100).tolist())
   if not tokens:
     raise MMapError(f"{entries[0].text}: no document has a token; there is nothing to show.")
-  return tokens.most_common(1)[0][0]
+  token, count = tokens.most_common(1)[0]
+  return token, count / tokens.total()
 
 
 def _of_folder(options, entries: list[mixtures.Entry], eod_id: int) -> View:
@@ -85,6 +89,7 @@ def _of_folder(options, entries: list[mixtures.Entry], eod_id: int) -> View:
   if len(entries) != 1 or entries[0].npy_dir is None:
     raise MMapError("nothing says how long samples are; give --seq-length, or 'npy_dir|dataset' with one order there.")
   order = orders.find(entries[0].npy_dir)
+  candidates.choose(order, candidates.open_all([":".join(entries[0].paths)]))  # another dataset gives other samples
   arrays = order.arrays()
   length = order.settings.get("seq_length") or orders.facts_of(order, arrays)["seq_length"]
   if length is None:

@@ -62,7 +62,9 @@ def _weights(options: argparse.Namespace) -> list[float] | None:
   except ValueError:
     weights = []
   if len(weights) != len(options.paths):
-    raise MMapError(f"--weights {options.weights} is not a number for each of {len(options.paths)} datasets.")
+    raise MMapError(
+        f"--weights {options.weights} is not a number for each of {len(options.paths)} datasets; give as many, with ','."
+    )
   return weights
 
 
