@@ -110,9 +110,16 @@ def test_another_batch_size_for_evaluation():
   assert (keys["eval_per_device_batch_size"], keys["mmap_npy_num_eval_samples"]) == (4, 11 * 3 * 8)
 
 
+def continued_with_rest(consumed: int) -> str:
+  facts = translate(shlex.split(f"--data-path a {RUN}"), consumed_samples=consumed)
+  return facts["no_equal"].get(f"--consumed-samples {consumed}", "")
+
+
 def test_continuing_a_run():
   keys = keys_of(f"--data-path a {RUN}", consumed_samples=120)
   assert (keys["mmap_npy_start_sample"], keys["mmap_npy_num_samples"], keys["steps"]) == (120, 400, 70)
+  assert not continued_with_rest(120)
+  assert "the last 2 of the run's 400 samples are not read" in continued_with_rest(118)
   assert "leaves no step" in refusal(f"--data-path a {RUN}", consumed_samples=398)
 
 
@@ -186,6 +193,30 @@ def test_other_arguments_are_ignored_without_fuss():
   facts = translate(words)
   assert facts["ignored"] == ["--num-layers", "--lr", "--bf16", "--min-lr"]
   assert "# - --num-layers, --lr, --bf16, --min-lr" in facts["yaml"].splitlines()
+  assert "# Ignored, since they do not concern the data or are not known:" in facts["yaml"].splitlines()
+
+
+def test_the_tokenizer_of_megatron_is_named():
+  facts = translate(shlex.split(f"--data-path a {RUN} --tokenizer-model '$DIR/t.model'"))
+  assert "tokenizer_path (Megatron: --tokenizer-model $DIR/t.model), run_name" in facts["to_set"][0]
+  broken = translate([*shlex.split(f"--data-path a {RUN}"), "--tokenizer-model", "a\u2028b: c"])  # a line's end in YAML
+  assert yaml.safe_load(broken["yaml"])["grain_train_files"] == "indices|a"
+  assert "Megatron" not in translate(shlex.split(f"--data-path a {RUN}"))["to_set"][0]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "told"),
+  [
+    ("--data-path 0.7 books code", ["'0.7' of --data-path"]),
+    ("--data-path books 5", ["'5' of --data-path"]),
+    ("--train-data-path a --valid-data-path 1 2 3", [f"'{n}' of --valid-data-path" for n in (1, 2, 3)]),
+    ("--data-path 0.7 books 0.3 code", []),
+    ("--data-path books code", []),
+  ],
+)
+def test_a_number_taken_as_a_path_is_told(arguments, told):
+  lines = [line for line in translate(shlex.split(f"{arguments} {RUN}"))["to_set"] if line.startswith("weights: ")]
+  assert [line.partition(" is taken as a dataset's path")[0].removeprefix("weights: ") for line in lines] == told
 
 
 @pytest.mark.parametrize(
@@ -207,7 +238,7 @@ def test_other_arguments_are_ignored_without_fuss():
     (f"--data-path nan a {RUN}", "'nan' stands for a weight"),
     (f"--data-path 0 a 0 b {RUN}", "add up to 0"),
     (f"--data-path {RUN}", "--data-path has no value"),
-    (f"--data-path '$DATA' {RUN}", "a variable of a shell script"),
+    (f"--data-path '$DATA' {RUN}", "$DATA (--data-path)"),
     (f"--data-path 'x|y' {RUN}", "'x|y' cannot be named"),
     (f"--data-path 'x,5' y z {RUN}", "'x,5' cannot be named"),
     (f"--data-path a {RUN} --seed x", "--seed is 'x'; expected a whole number"),
@@ -255,6 +286,49 @@ def test_launch_script(tmp_path, capsys):
   assert facts["keys"]["grain_train_files"] == "indices|data/some books,0.7;indices|data/web,0.3"
   assert facts["keys"]["eval_steps"] == 2 and facts["keys"]["data_shuffle_seed"] == 3  # the last one counts
   assert facts["ignored"] == ["--num-layers", "--hidden-size", "--nproc_per_node"]
+
+
+def keys_of_script(text: str) -> dict:
+  return translate(megatron_arguments.words_of_script(text))["keys"]
+
+
+def test_launch_script_with_variables_and_arguments_in_one_word():
+  keys = keys_of_script("""
+    CHECKPOINT=${1:-"checkpoints/8b"}
+    SEQ_LENGTH=8192   # tokens
+    # SEQ_LENGTH=4096
+    export BATCH="128"
+    DATA='data/books'
+    TP=${TP:-1}
+    TRAINING_ARGS=(
+      --micro-batch-size $MICRO --global-batch-size $BATCH
+      --train-samples 12800 --lr ${LR:-0.1} --tensor-model-parallel-size $TP
+    )
+    DATA_ARGS=( "--data-path 0.7 ${DATA} 0.3 'data/some code'" "--seq-length $SEQ_LENGTH" )
+    DATA_ARGS+=(
+      "--tokenizer-model $TOKENIZER" "--vocab-file $VOCAB"
+      "--split '99,1,0'" "--data-cache-path=some cache"
+    )
+    torchrun pretrain_gpt.py ${TRAINING_ARGS[@]} ${DATA_ARGS[@]} --save $CHECKPOINT
+  """)
+  assert keys["grain_train_files"] == "some cache|data/books,0.7;some cache|data/some code,0.3"
+  assert (keys["max_target_length"], keys["per_device_batch_size"], keys["steps"]) == (8192, 128, 100)
+  assert keys["mmap_npy_split"] == "99,1,0" and "vocab_size" not in keys
+
+
+@pytest.mark.parametrize(
+  "setting",
+  [
+    "", "X=1\nX=2", "X=8\nX=8", "X=8; X=9", "X=8\nX+=1", "X=8 true", "X=${1:-8}", "X=$(nproc)", "X=$Y", "X=",
+    'X="8 9"', "X=8\nfor X in 1 2; do true; done", "# X=8",
+  ],
+)  # fmt: skip
+def test_variables_without_one_plain_value_are_all_named(setting):
+  script = f"{setting}\nrun --data-path ${{X}}/a $Y --seq-length $X --seed ${{S:-1}} --global-batch-size 4 --lr $LR"
+  with pytest.raises(MMapError) as caught:
+    keys_of_script(f"{script} --train-iters 9 --merge-file $M")
+  message = "no value is known for ${X} (--data-path), $Y (--data-path), $X (--seq-length), ${S:-1} (--seed); write"
+  assert str(caught.value).startswith(message)
 
 
 def test_script_with_an_open_quote():

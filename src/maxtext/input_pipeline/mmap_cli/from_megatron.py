@@ -13,8 +13,8 @@ DESCRIPTION = """\
 Reads the command-line arguments of a Megatron-LM run and writes the YAML of a run here that reads the same samples in
 the same order: the numbers of samples that Megatron asks for are worked out and pinned.
 
-Give the arguments as they are in the launch script. Those that do not concern the data are ignored; those that have no
-equal here are named at the top of the YAML.
+Give the arguments as they are in the launch script. Those that do not concern the data, or are not known, are
+ignored; those that have no equal here are named at the top of the YAML.
 """
 EXAMPLE = """\
 example:

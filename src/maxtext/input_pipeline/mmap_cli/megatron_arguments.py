@@ -7,6 +7,7 @@ The rules are those of Megatron's argument parser and training loop, and of mega
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import json
@@ -34,6 +35,13 @@ _VALUES = """
   tokenizer-type tokenizer-model vocab-file merge-file
 """
 _LISTS = "data-path train-data-path valid-data-path test-data-path rampup-batch-size iterations-to-skip"
+_UNREAD = """
+  tokenizer-type tokenizer-model vocab-file merge-file micro-batch-size test-data-path iterations-to-skip
+  phase-transition-iterations step-batch-size-schedule
+  fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix
+  fim-prefix-token fim-middle-token fim-suffix-token fim-pad-token fim-eod-token
+"""  # no key comes from their values
+_PADDING = ("--make-vocab-size-divisible-by", "--tensor-model-parallel-size")  # only read beside --vocab-size
 _FLAG, _ONE, _MANY = range(3)
 _KINDS = {
     f"--{name}": kind for kind, names in enumerate((_FLAGS, _VALUES, _LISTS)) for name in names.split()
@@ -58,6 +66,24 @@ class Arguments:
       else:
         ignored.append(name)
     self.ignored = tuple(dict.fromkeys(ignored))
+    self._check_variables()
+
+  def _check_variables(self) -> None:
+    """Refuses variables of a shell script in values that are read."""
+    unread = {f"--{name}" for name in _UNREAD.split()}
+    if "--vocab-size" not in self._values or "--padded-vocab-size" in self._values:
+      unread.update(_PADDING)
+    found = {
+        f"{variable if variable != '$' else '$(...)'} ({name})": None
+        for name, values in self._values.items()
+        if name not in unread
+        for value in values
+        for variable in re.findall(r"\$(?:\{[^}]*\}?|\w+|[^\w{]?)", value)
+    }
+    if found:
+      raise MMapError(
+          f"no value is known for {', '.join(found)}; write the value in place of each variable of a shell script."
+      )
 
   def __contains__(self, name: str) -> bool:
     return name in self._values
@@ -129,9 +155,6 @@ def _checked(name: str, values: list[str]) -> list[str]:
   values = {_FLAG: values[:0], _ONE: values[:1], _MANY: values}[_KINDS[name]]
   if not values and _KINDS[name] != _FLAG:
     raise MMapError(f"{name} has no value; give one.")
-  for value in values:
-    if "$" in value:
-      raise MMapError(f"{name} is {value!r}, a variable of a shell script; write its value.")
   return values
 
 
@@ -145,23 +168,44 @@ def _read_number(text: str, read: Callable) -> Any:
 def words_of_script(text: str) -> list[str]:
   """Splits text to words as a shell does: a list of arguments, or a launch script with variables that hold some.
 
-  A variable's end is the word "--", which ends the list of an argument too.
+  A variable that the script sets once, to plain text, is replaced by it. The end of a variable that holds arguments is
+  the word "--", which ends the list of an argument too.
   """
-  lexer = shlex.shlex(re.sub(r"\\\r?\n", " ", text), posix=True, punctuation_chars="()")
-  lexer.whitespace_split = True
-  words: list[str] = []
   try:
-    for word in lexer:
-      variable = re.fullmatch(r"\w+\+?=(\s*--.*)", word, re.DOTALL)
-      if variable:  # NAME="--first ... --second ..."
-        words += ["--", *words_of_script(variable[1]), "--"]
-      elif set(word) <= set("()"):  # NAME=( --first ... --second ... )
-        words[-1:] = [word for word in words[-1:] if not re.fullmatch(r"\w+\+?=", word)]
-        words.append("--")
-      else:
-        words.append(word)
+    return _split_words(_with_values(re.sub(r"\\\r?\n", " ", text)))
   except ValueError as error:
     raise MMapError(f"the arguments cannot be split to words ({error}); check their quotes.") from None
+
+
+_PLAIN = re.compile(
+    r"""^[ \t]*(?:export[ \t]+)?(\w+)=(["']?)(?!--)([^\s"'$`()#;&|<>\\]+)\2[ \t]*(?:[ \t]#.*)?\r?$""", re.MULTILINE
+)
+_COMMENT = re.compile(r"(?:^|(?<=[ \t]))#.*", re.MULTILINE)
+_SET = re.compile(r"(?<![\w$.{-])(?:(?:for|read)[ \t]+(\w+)|(\w+)\+?=)")
+
+
+def _with_values(text: str) -> str:
+  """Puts in the values of variables that a script sets in one place, by a line of its own, to plain text."""
+  times = collections.Counter(looped or name for looped, name in _SET.findall(_COMMENT.sub("", text)))
+  values = {name: value for name, _, value in _PLAIN.findall(text) if times[name] == 1}
+  return re.sub(r"(?<!\\)\$(?:\{(\w+)\}|(\w+))", lambda found: values.get(found[1] or found[2], found[0]), text)
+
+
+def _split_words(text: str) -> list[str]:
+  lexer = shlex.shlex(text, posix=True, punctuation_chars="()")
+  lexer.whitespace_split = True
+  words: list[str] = []
+  for word in lexer:
+    variable = re.fullmatch(r"\w+\+?=(\s*--.*)", word, re.DOTALL)
+    if variable:  # NAME="--first ... --second ..."
+      words += ["--", *_split_words(variable[1]), "--"]
+    elif re.match(r"\s*--[\w-]+\s", word):  # "--first ...", an argument and its values in one word
+      words += shlex.split(word)
+    elif set(word) <= set("()"):  # NAME=( --first ... --second ... )
+      words[-1:] = [word for word in words[-1:] if not re.fullmatch(r"\w+\+?=", word)]
+      words.append("--")
+    else:
+      words.append(word)
   return words
 
 
@@ -176,6 +220,10 @@ class Blend:
 
   prefixes: tuple[str, ...]
   weights: tuple[str, ...] | None
+
+  def numbers(self) -> list[str]:
+    """Returns the prefixes that look like weights, where there are no weights."""
+    return [] if self.weights else [prefix for prefix in self.prefixes if _read_number(prefix, float) is not None]
 
 
 def read_blend(words: Sequence[str] | None, name: str) -> Blend | None:

@@ -49,7 +49,7 @@ def translate(
   ]
   facts = {
       "keys": {key.name: key.value for key in keys},
-      "no_equal": dict(_no_equal(arguments, data)),
+      "no_equal": dict(_no_equal(arguments, data, consumed_samples)),
       "ignored": list(arguments.ignored),
       "to_set": list(_to_set(arguments, data, eod_id, devices)),
   }
@@ -220,7 +220,7 @@ _REASONS = {
 }
 
 
-def _no_equal(arguments: Arguments, data: MegatronData) -> Iterator[tuple[str, str]]:
+def _no_equal(arguments: Arguments, data: MegatronData, consumed: int) -> Iterator[tuple[str, str]]:
   """Yields arguments that have no equal here, each with the reason."""
   yield from ((name, _REASONS[name]) for name in arguments.names() if name in _REASONS)
   for name in arguments.names():
@@ -244,6 +244,13 @@ def _no_equal(arguments: Arguments, data: MegatronData) -> Iterator[tuple[str, s
       part = "" if data.split else ("train", "valid")[number] + " data: "
       yield f"{part}weight 0", "the dataset is never read here; Megatron may draw from it where shares are equal"
 
+  rest = (data.samples[0] - consumed) % data.global_batch_size
+  if consumed and rest and data.parts[0] is not None:
+    yield (
+        f"--consumed-samples {consumed}",
+        f"it leaves no whole number of steps; the last {rest} of the run's {data.samples[0]} samples are not read",
+    )
+
 
 def _several_validations(arguments: Arguments, data: MegatronData) -> bool:
   """Whether Megatron evaluates each dataset of the valid part alone."""
@@ -252,7 +259,15 @@ def _several_validations(arguments: Arguments, data: MegatronData) -> bool:
 
 
 def _to_set(arguments: Arguments, data: MegatronData, eod_id: int | None, devices: int | None) -> Iterator[str]:
-  yield "model_name, tokenizer_path, run_name, base_output_directory: this YAML only describes the data."
+  model = arguments.text("--tokenizer-model")
+  theirs = "" if model is None else f" (Megatron: --tokenizer-model {model})"
+  yield f"model_name, tokenizer_path{theirs}, run_name, base_output_directory: this YAML only describes the data."
+  for part, blend in list(zip(megatron_arguments.PARTS, data.parts, strict=True))[: 1 if data.split else 2]:
+    for number in blend.numbers() if blend is not None else ():
+      yield (
+          f"weights: {number!r} of {_sources(arguments, part)} is taken as a dataset's path, as Megatron does, since the "
+          "list is not one of a weight before each dataset."
+      )
   if eod_id is None and data.parts[0] is not None:
     yield "mmap_eod_id: the token that preprocessing appended with --append-eod (its default in the base config is 2)."
   if devices is None:
@@ -274,7 +289,7 @@ def _yaml(keys: list[_Key], facts: dict) -> str:
       "# pinned numbers of samples stay.",
       *_paragraph("To be set", facts["to_set"]),
       *_paragraph("No equal", [f"{name}: {reason}." for name, reason in facts["no_equal"].items()]),
-      *_paragraph("Ignored, since they do not concern the data", ignored),
+      *_paragraph("Ignored, since they do not concern the data or are not known", ignored),
       f'base_config: "{BASE_CONFIG}"',
       "",
   ]
@@ -288,7 +303,7 @@ def _paragraph(title: str, items: list[str]) -> list[str]:
     return []
   indents = {"initial_indent": "# - ", "subsequent_indent": "#   "}
   wrap = textwrap.TextWrapper(118, **indents, break_on_hyphens=False, break_long_words=False)
-  return ["#", f"# {title}:", *(line for item in items for line in wrap.wrap(item))]
+  return ["#", f"# {title}:", *(line for item in items for line in wrap.wrap(" ".join(item.split())))]
 
 
 def _scalar(value: Any) -> str:
