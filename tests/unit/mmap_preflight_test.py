@@ -2,8 +2,11 @@
 """`preflight` says what a run reads and builds, and everything that is wrong with it at once, and builds nothing."""
 
 import json
+import logging
 import os
 from pathlib import Path
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -169,6 +172,41 @@ def test_data_that_is_wrong_for_the_keys(preflight, data):
   assert facts["warnings"] == ["a.bin has 3 bytes after its last sequence; they are ignored."]
 
 
+@pytest.mark.parametrize("file_type", ["mmap_npy", "mmap"])
+def test_a_vocabulary_that_is_too_small_for_ids_within_documents(preflight, file_type):
+  files = "npy|a" if file_type == "mmap_npy" else "a"
+  assert not preflight(grain_file_type=file_type, grain_train_files=files)["problems"]
+  (text,) = preflight(grain_file_type=file_type, grain_train_files=files, vocab_size=VOCAB // 2)["problems"]
+  assert "a holds token id" in text and f"outside the vocabulary (vocab_size={VOCAB // 2})" in text
+
+
+def test_negative_ids(preflight, data):
+  with IndexedDatasetWriter(str(data / "negative"), np.int32) as writer:
+    for _ in range(20):
+      writer.add_sequence([5, -7, 6, EOD])
+      writer.end_document()
+  (text,) = preflight(grain_train_files="npy|negative")["problems"]
+  assert "negative holds token id -7, outside the vocabulary" in text
+
+
+def test_a_pair_of_another_blend(preflight, arguments, data):
+  open_streams(arguments, False, **BLEND, blend_cache_dir="pairs")
+  for array in ("dataset_index", "dataset_sample_index"):
+    (path,) = (data / "pairs").glob(f"*-{array}.npy")
+    path.rename(data / "pairs" / f"{array}.npy")
+  keys = {"blend_index_dir": "pairs", "mmap_npy_num_samples": 40}
+  facts = preflight(**BLEND | keys)
+  assert facts["parts"][0]["blend"]["indices"] == "found" and not facts["warnings"]
+  facts = preflight(**keys, grain_train_files="npy/0|a,0.6;npy/1|b,0.4")
+  assert facts["parts"][0]["blend"]["indices"] == "another blend's, to be drawn" and not facts["problems"]
+  (text,) = facts["warnings"]
+  assert "dataset_index.npy and its partner are not this blend: draw" in text and text.endswith("will be drawn.")
+  os.truncate(data / "pairs" / "dataset_index.npy", 140)
+  facts = preflight(**BLEND | keys)
+  assert facts["parts"][0]["blend"]["indices"] == "another blend's, to be drawn"
+  assert "bytes of data; its header says" in facts["warnings"][0]
+
+
 def test_too_few_samples(preflight):
   (text,) = preflight(mmap_npy_num_samples=30, steps=1000)["problems"]
   assert "but the run reads 2000; lower steps, or raise mmap_npy_num_samples" in text
@@ -247,12 +285,28 @@ def test_mmap(preflight):
   assert "raise num_epoch or lower steps" in text
 
 
-def test_for_people(arguments, capsys):
-  assert command_line.main(arguments("preflight", **BLEND, blend_cache_dir="pairs")) == 0
+def test_for_people(arguments, capsys, caplog):
+  levels = [logging.getLogger(name).level for name in run_config._LOGGERS]
+  with caplog.at_level(logging.INFO):
+    assert command_line.main(arguments("preflight", **BLEND, blend_cache_dir="pairs", eod_mask_loss=True)) == 0
+  assert not [record for record in caplog.records if record.name in run_config._LOGGERS], "only its own answer"
+  assert [logging.getLogger(name).level for name in run_config._LOGGERS] == levels
   said = capsys.readouterr().out
+  assert "other than mmap_npy_megatron_gpt.yml  eod_mask_loss=true" in said
   assert "0  a           0.7        200" in said and "no problem found" in said
   assert command_line.main(arguments("preflight", grain_train_files="npy|gone")) == 1
   assert "problem: gone: found neither gone.idx nor gone.bin" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["preflight", "head"])
+def test_nothing_but_the_answer(arguments, data, command):
+  _, config, *keys = arguments(command)
+  words = ["preflight", config, *keys] if command == "preflight" else ["head", "--config", config, *keys]
+  unset = ("TF_CPP_MIN_LOG_LEVEL", "TRANSFORMERS_VERBOSITY")
+  environment = {key: value for key, value in os.environ.items() if key not in unset}
+  code = [sys.executable, "-m", "maxtext.input_pipeline.mmap_cli.main", *words]
+  done = subprocess.run(code, capture_output=True, text=True, cwd=data, env=environment, check=True)
+  assert done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ COMMANDS = (
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command line; returns the exit code: 0, 1 for an error or bad news (a usage error exits with 2)."""
+  _quiet_libraries()
   options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
   command = options.command
   from maxtext.input_pipeline import _mmap_guard
@@ -58,6 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     print("error: interrupted.", file=sys.stderr)
     return 130
   return command.exit_code(facts) if hasattr(command, "exit_code") else 0
+
+
+def _quiet_libraries() -> None:
+  """Keeps what JAX and transformers say of themselves out of the answers; neither may be imported before."""
+  os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+  if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") == "0":  # the package sets 0 if the user sets none
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -14,7 +14,7 @@ DESCRIPTION = """\
 Reads a config as the run does and says what the run will read, in which order, and what it has to build for it; and
 reports every problem at once. Needs no accelerator and builds nothing. The exit code is 1 if there is a problem.
 
-Index files are looked at by their headers; 'mmap-index verify' reads them whole.
+Index files are looked at by their headers, blends by their first draws too; 'mmap-index verify' reads them whole.
 """
 EXAMPLE = """\
 example (a run on 8 devices):
@@ -102,12 +102,12 @@ def render(facts: dict) -> str:
 
 
 def _heading(facts: dict) -> str:
-  other = ", ".join(f"{key}={value}" for key, value in facts["not_strict"].items())
+  other = ", ".join(f"{key}={str(value).lower()}" for key, value in facts["not_strict"].items())
   return console.table({
       "config": f"{facts['config']} ({facts['file_type']})",
       "global batch": f"{facts['global_batch_size']:,} samples on {facts['devices']:,} device(s)",
       "steps": f"{facts['steps']:,}" + (f", from sample {facts['start_sample']:,}" if facts["start_sample"] else ""),
-      **({"not strict Megatron": other or "nothing"} if facts["file_type"] == "mmap_npy" else {}),
+      **({"other than mmap_npy_megatron_gpt.yml": other or "nothing"} if facts["file_type"] == "mmap_npy" else {}),
   })
 
 

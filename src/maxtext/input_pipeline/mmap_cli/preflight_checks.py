@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Works out what a run on Megatron datasets will read, build and need, and everything that is wrong with it at once.
 
-Nothing is built. Of datasets, the headers and what the stamps of an index folder do not know is read; of index files,
-the headers.
+Nothing is built. Of datasets, the headers, some tokens, and what the stamps of an index folder do not know is read; of
+index files, the headers, and the first draws of a blend.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from maxtext.input_pipeline.mmap_cli import documents
 from maxtext.input_pipeline.mmap_cli.resources import Build, Findings, can_write
 
 STRICT = {"reset_attention_mask": True, "eod_mask_loss": False, "packing_max_segments_per_sample": 0}
-_EOD_SHARDS, _EOD_PROBES = 20, 100  # shards looked at for EOD, and documents in all
+_SHARDS = 20  # shards whose tokens are looked at
+_EOD_PROBES = 100  # documents looked at for EOD, in all of them
+_ID_PROBES, _ID_TOKENS = 100, 2048  # sequences of a shard whose ids are looked at, and the first ids of each
 _PIECE = 1 << 22  # draws of a blend at a time
 _BLEND_BYTES = 10  # of a draw
+_PAIR_DRAWS = 1 << 16  # draws of a pair that are compared with the blend
 
 
 def check_part(config, evaluation: bool, findings: Findings, builds: list[Build]) -> dict[str, Any]:
@@ -136,9 +139,16 @@ def _check_layout(dataset: ShardedDataset, facts, split_sentences: bool, finding
 
 
 def _check_tokens(config, dataset: ShardedDataset, findings: Findings) -> None:
-  """Looks at the last tokens of some documents: whether they are EOD, and ids of the vocabulary."""
-  ends, failed = _document_ends(dataset, findings)
-  if failed or not len(ends):
+  """Looks at the last tokens of some documents, which should be EOD, and at ids of some sequences."""
+  numbers = _spread(len(dataset.shards), _SHARDS)
+  try:
+    pieces = [documents.last_tokens(dataset.shards[number], -(-_EOD_PROBES // len(numbers))) for number in numbers]
+    outside = [_ids_outside(dataset.shards[number], config.vocab_size) for number in numbers]
+  except MMapError as error:
+    findings.problem(error)
+    return
+  ends = np.concatenate(pieces)
+  if not len(ends):
     return
   with_eod = int((ends == config.mmap_eod_id).sum())
   if not with_eod:
@@ -147,27 +157,27 @@ def _check_tokens(config, dataset: ShardedDataset, findings: Findings) -> None:
         f"{dataset.name}: none of {len(ends)} documents ends with mmap_eod_id={config.mmap_eod_id} (the first ends with "
         f"{ends[0]}); set mmap_eod_id to the token that preprocessing wrote."
     )
-  outside = ends[(ends < 0) | (ends >= config.vocab_size)]
-  if len(outside):
+  bad = np.concatenate([*outside, ends[(ends < 0) | (ends >= config.vocab_size)]])
+  if len(bad):
     findings.problem(
-        f"{dataset.name} holds token id {outside[0]}, outside the vocabulary (vocab_size={config.vocab_size}); set the "
+        f"{dataset.name} holds token id {bad[0]}, outside the vocabulary (vocab_size={config.vocab_size}); set the "
         "vocab_size of the tokenizer that the data was made with."
     )
 
 
-def _document_ends(dataset: ShardedDataset, findings: Findings) -> tuple[np.ndarray, bool]:
-  """Returns the last tokens of documents of some shards, and whether a file could not be read."""
-  numbers = np.unique(np.linspace(0, len(dataset.shards) - 1, min(_EOD_SHARDS, len(dataset.shards))).astype(np.int64))
-  most = -(-_EOD_PROBES // len(numbers))
-  ends = []
-  for number in numbers.tolist():
-    shard: MMapIndexedDataset = dataset.shards[number]
-    try:
-      ends.append(documents.last_tokens(shard, most))
-    except MMapError as error:
-      findings.problem(error)
-      return np.empty(0, np.int64), True
-  return np.concatenate(ends), False
+def _ids_outside(shard: MMapIndexedDataset, vocab_size: int) -> np.ndarray:
+  """Returns ids that are not of the vocabulary, int64[any], among the first ones of sequences spread over a shard."""
+  dtype = shard.header.dtype
+  pieces = []
+  for row in _spread(len(shard), _ID_PROBES):
+    pieces.append((int(shard.pointers[row]), min(int(shard.sizes[row]), _ID_TOKENS) * dtype.itemsize))
+  ids = np.frombuffer(b"".join(shard.read_many(pieces)), dtype)
+  return ids[(ids < 0) | (ids >= vocab_size)].astype(np.int64)
+
+
+def _spread(length: int, most: int) -> list[int]:
+  """Returns at most `most` of the numbers below `length`, at even distances."""
+  return np.unique(np.linspace(0, length - 1, min(most, length)).astype(np.int64)).tolist() if length else []
 
 
 def _check_indices(child, dataset, request, description, findings: Findings, builds: list[Build]) -> dict[str, Any]:
@@ -241,7 +251,8 @@ def draw_counts(blend: blending.BlendRequest) -> list[int]:
 
 
 def _find_pair(settings, blend: blending.BlendRequest, findings: Findings) -> str:
-  """Says whether a blend's pair lies in one of its folders, without a look at its content."""
+  """Says whether a blend's pair lies in one of its folders, after a look at its first draws."""
+  state = "to be drawn"
   for folder, name in ((settings.blend_index_dir, None), (settings.blend_cache_dir, blend.name)):
     if folder and "://" not in folder:
       try:
@@ -250,8 +261,34 @@ def _find_pair(settings, blend: blending.BlendRequest, findings: Findings) -> st
         findings.warn(error)
         continue
       if paths and all(map(os.path.isfile, paths)):
-        return "found"
-  return "to be drawn"
+        reason = _other_blend(paths, blend)
+        if not reason:
+          return "found"
+        findings.warn(f"{reason}; the blend will be drawn.")
+        state = "another blend's, to be drawn"
+  return state
+
+
+def _other_blend(paths, blend: blending.BlendRequest) -> str:
+  """Says why a pair is not this blend, by its headers and first draws; empty if they are its."""
+  count = min(_PAIR_DRAWS, blend.size)
+  wanted = np.empty(count, np.int16), np.empty(count, np.int64)
+  blend.draws().next(*wanted)
+  found = []
+  for path, draws in zip(paths, wanted, strict=True):
+    try:
+      array = cache.map_array(path)
+    except (OSError, cache.StaleIndexError) as error:
+      return str(error)
+    if array.dtype != draws.dtype or array.ndim != 1 or len(array) < blend.size:
+      return f"{path} is {array.dtype.name}{list(array.shape)}; expected {draws.dtype.name}[{blend.size}] or longer"
+    found.append(array[:count])
+  equal = (found[0] == wanted[0]) & (found[1] == wanted[1])
+  if equal.all():
+    return ""
+  position = int(np.argmin(equal))
+  draw = tuple(int(array[position]) for array in found)
+  return f"{paths[0]} and its partner are not this blend: draw {position} is {draw}"
 
 
 # grain_file_type=mmap.
@@ -307,7 +344,7 @@ def _check_windows_of(config, settings, number: int, path: str, findings: Findin
 
 
 def not_strict(config) -> dict[str, Any]:
-  """Returns the keys that differ from strict Megatron GPT semantics, with their values."""
+  """Returns the keys that differ from mmap_npy_megatron_gpt.yml, with their values."""
   if config.grain_file_type != "mmap_npy":
     return {}
   return {key: getattr(config, key) for key, value in STRICT.items() if getattr(config, key) != value}

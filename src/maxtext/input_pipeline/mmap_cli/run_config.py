@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+import contextlib
 import importlib
+import logging
 import os
 import re
 import textwrap
 from typing import Any
 
 from maxtext.input_pipeline.mmap_cli import console
+
+_LOGGERS = ("absl", "maxtext._release.configs.pyconfig")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +45,13 @@ def read(options: argparse.Namespace, **keys: Any):
     if "=" not in text or text.startswith("-"):
       raise MMapError(f"{text!r} is no key=value; write keys as on the command line of the run.")
   os.environ["JAX_PLATFORMS"] = "cpu"
+  with _quiet():
+    return _read(options, given, keys)
+
+
+def _read(options: argparse.Namespace, given: list[str], keys: dict[str, Any]):
+  from maxtext.input_pipeline._mmap_files import MMapError
+
   pyconfig: Any = importlib.import_module("maxtext.configs.pyconfig")  # here, since it imports JAX
 
   keys = {"skip_jax_distributed_system": True, "log_config": False, **keys}
@@ -50,6 +62,20 @@ def read(options: argparse.Namespace, **keys: Any):
     return pyconfig.HyperParameters(pyconfig._initialize_pydantic(["", options.config, *words]))
   except Exception as error:
     raise MMapError(_sentence(error, pyconfig._error_for_user(error))) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Keeps MaxText's own log lines about a config out of a command's answer; errors are still logged."""
+  loggers = [logging.getLogger(name) for name in _LOGGERS]
+  levels = [logger.level for logger in loggers]
+  for logger in loggers:
+    logger.setLevel(logging.ERROR)
+  try:
+    yield
+  finally:
+    for logger, level in zip(loggers, levels, strict=True):
+      logger.setLevel(level)
 
 
 def _sentence(error: Exception, ours: Exception | None) -> str:
