@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapIndexedDataset
 from maxtext.input_pipeline.mmap_cli import documents, inspect_data, main
 
@@ -137,7 +138,7 @@ def test_document_lengths_and_ends(rows, tmp_path_factory):
       writer.end_document()
   flat = [[token for sentence in document for token in sentence] for document in rows]
   dataset = MMapIndexedDataset(prefix)
-  pieces = documents.lengths(dataset)
+  pieces = utils.iter_document_sizes(dataset)
   assert np.concatenate([np.zeros(0, np.int64), *pieces]).tolist() == [len(document) for document in flat]
   assert documents.last_tokens(dataset, 100).tolist() == [document[-1] for document in flat if document]
 

@@ -11,10 +11,11 @@ import sys
 import numpy as np
 import pytest
 
+from maxtext.input_pipeline import _megatron_blending as blending
 from maxtext.input_pipeline import _mmap_stream as streams
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
 from maxtext.input_pipeline.mmap_cli import main as command_line
-from maxtext.input_pipeline.mmap_cli import preflight_checks, resources, run_config
+from maxtext.input_pipeline.mmap_cli import resources, run_config
 
 EOD, VOCAB = 2, 512
 MEGATRON_CACHE = Path(__file__).resolve().parents[1] / "golden" / "megatron_cache"
@@ -220,7 +221,7 @@ def test_a_blend_without_weights_is_cut_to_what_there_is(preflight):
 
 
 def test_a_child_that_is_asked_for_more_than_it_has(preflight, monkeypatch):
-  monkeypatch.setattr(preflight_checks, "draw_counts", lambda blend: [blend.size, 9999])
+  monkeypatch.setattr(blending, "count_draws", lambda blend: [blend.size, 9999])
   (text,) = preflight(**BLEND)["problems"]
   assert "the blend asks dataset 1 (b) for 9999 samples, and its indices have" in text
 
@@ -340,8 +341,6 @@ def test_words_that_are_no_keys(arguments, capsys):
 
 
 def test_counts_of_draws_in_pieces(monkeypatch):
-  from maxtext.input_pipeline import _megatron_blending as blending
-
-  monkeypatch.setattr(preflight_checks, "_PIECE", 7)
+  monkeypatch.setattr(blending, "_PIECE", 7)
   blend = blending.weighted_blend([0.7, 0.2, 0.1], 100)
-  assert preflight_checks.draw_counts(blend) == blending.draw(blend)[1]
+  assert blending.count_draws(blend) == blending.draw(blend)[1]

@@ -11,7 +11,7 @@ starts the work, as for other index files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
 import dataclasses
 import glob
@@ -30,7 +30,7 @@ from maxtext.input_pipeline._mmap_files import MMapError
 
 log = logging.getLogger(__name__)
 
-ARRAYS = ("dataset_index", "dataset_sample_index")
+ARRAYS = megatron.PAIR
 MAX_DATASETS = 32767  # the dataset index is int16
 _PIECE = 1 << 16  # draws between two looks at the progress
 
@@ -154,14 +154,35 @@ def draw(request: BlendRequest, progress: Callable | None = None) -> tuple[tuple
   return (dataset_index, dataset_sample_index), draws.counts
 
 
-def first_difference(request: BlendRequest, arrays: Sequence[np.ndarray]) -> tuple[int | None, list[int]]:
-  """Compares a pair with the blend; returns the first draw that differs, or None, and the counts up to there."""
-  draws = request.draws()
+def _pieces(draws: Draws, size: int) -> Iterator[tuple[int, list[np.ndarray]]]:
+  """Yields the first `size` draws, a piece at a time in the same memory: the number of its first, and both arrays."""
   buffers = np.empty(_PIECE, np.int16), np.empty(_PIECE, np.int64)
-  for first in range(0, request.size, _PIECE):
-    count = min(_PIECE, request.size - first)
-    wanted = [buffer[:count] for buffer in buffers]
-    draws.next(*wanted)
+  for first in range(0, size, _PIECE):
+    piece = [buffer[: size - first] for buffer in buffers]
+    draws.next(*piece)
+    yield first, piece
+
+
+def count_draws(request: BlendRequest, progress: Callable | None = None) -> list[int]:
+  """Returns how often each dataset is drawn, without keeping the draws."""
+  draws = request.draws()
+  for first, piece in _pieces(draws, request.size):
+    if progress:
+      progress("blend", first + len(piece[0]), request.size)
+  return draws.counts
+
+
+def first_difference(
+    request: BlendRequest, arrays: Sequence[np.ndarray], most: int | None = None
+) -> tuple[int | None, list[int]]:
+  """Compares a pair, or its first `most` draws, with the blend.
+
+  Returns:
+    The first draw that differs, or None, and the counts up to there.
+  """
+  draws = request.draws()
+  for first, wanted in _pieces(draws, min(request.size, most or request.size)):
+    count = len(wanted[0])
     equal = wanted[0] == arrays[0][first : first + count]
     equal &= wanted[1] == arrays[1][first : first + count]
     if not equal.all():
@@ -203,14 +224,12 @@ def find_pair(folder: str, split: str, request: BlendRequest) -> tuple[str, ...]
   return tuple(chosen[0] + end for end in ends) if chosen else None
 
 
-def load_pair(
-    paths: Sequence[str], request: BlendRequest, stamps: cache.Stamps
-) -> tuple[tuple[np.ndarray, ...], list[int]]:
-  """Maps a pair, which may be longer than the blend; returns its first `size` draws, and the counts.
+def map_pair(paths: Sequence[str], request: BlendRequest) -> tuple[np.ndarray, ...]:
+  """Maps a pair, which may be longer than the blend; returns its first `size` draws, whose values are not looked at.
 
   Raises:
     FileNotFoundError: if a file is missing.
-    StaleIndexError: if the pair is not this blend.
+    StaleIndexError: if a file has another type, or is too short.
   """
   arrays = []
   for path, dtype in zip(paths, (np.int16, np.int64), strict=True):
@@ -220,17 +239,36 @@ def load_pair(
           f"{path} is {array.dtype.name}{list(array.shape)}; expected {np.dtype(dtype).name}[{request.size}] or longer"
       )
     arrays.append(array[: request.size])
-  records = [stamps.get(path) for path in paths]
-  if records[0] and all(record and record.get("blend") == request.name for record in records):
-    return tuple(arrays), records[0]["counts"]
-  stats = [cache.stat_of(path) for path in paths]
-  position, counts = first_difference(request, arrays)
+  return tuple(arrays)
+
+
+def check_draws(paths: Sequence[str], arrays: Sequence[np.ndarray], request: BlendRequest, most: int | None = None):
+  """Returns the counts of a pair; raises StaleIndexError unless its draws, or the first `most`, are the blend's."""
+  position, counts = first_difference(request, arrays, most)
   if position is not None:
     found = tuple(int(array[position]) for array in arrays)
     raise cache.StaleIndexError(f"{paths[0]} and its partner are not this blend: draw {position} is {found}")
+  return counts
+
+
+def load_pair(
+    paths: Sequence[str], request: BlendRequest, stamps: cache.Stamps
+) -> tuple[tuple[np.ndarray, ...], list[int]]:
+  """Maps a pair, which may be longer than the blend; returns its first `size` draws, and the counts.
+
+  Raises:
+    FileNotFoundError: if a file is missing.
+    StaleIndexError: if the pair is not this blend.
+  """
+  arrays = map_pair(paths, request)
+  records = [stamps.get(path) for path in paths]
+  if records[0] and all(record and record.get("blend") == request.name for record in records):
+    return arrays, records[0]["counts"]
+  stats = [cache.stat_of(path) for path in paths]
+  counts = check_draws(paths, arrays, request)
   for path, stat in zip(paths, stats, strict=True):
     stamps.put(path, stat, blend=request.name, counts=counts)
-  return tuple(arrays), counts
+  return arrays, counts
 
 
 @dataclasses.dataclass(frozen=True)

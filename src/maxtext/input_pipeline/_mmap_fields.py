@@ -29,8 +29,16 @@ def segments_and_positions(tokens: np.ndarray, eod_id: int, min_segment_length: 
     Segment ids and positions, both int32[length].
   """
   segments, positions = np.empty(len(tokens), np.int32), np.empty(len(tokens), np.int32)
-  distance = min_segment_length if min_segment_length > 1 else 0
-  kernels.segments_and_positions(tokens, eod_id, distance, segments, positions)
+  kernels.segments_and_positions(tokens, eod_id, min_segment_length, segments, positions)
+  return segments, positions
+
+
+def rows_of_segments_and_positions(
+    tokens: np.ndarray, eod_id: int, min_segment_length: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+  """Calls `segments_and_positions` for each row of int[n, length]; both results are int32[n, length]."""
+  segments, positions = np.empty(tokens.shape, np.int32), np.empty(tokens.shape, np.int32)
+  kernels.batch_segments_and_positions(tokens, eod_id, min_segment_length, segments, positions)
   return segments, positions
 
 
@@ -57,7 +65,7 @@ class GenerateDocSegmentIds(grain.MapTransform):
       if self.reset_attention_mask:
         segments, positions = segments_and_positions(tokens, self.eod_id, self.min_segment_length)
       else:
-        segments = _ones_but_eod(tokens, self.eod_id, self.eod_mask_loss)
+        segments = ones_but_eod(tokens, self.eod_id, self.eod_mask_loss)
         positions = np.arange(len(tokens), dtype=np.int32)
       element[f"{field}_segmentation"], element[f"{field}_position"] = segments, positions
     return element
@@ -106,7 +114,7 @@ class MegatronSplitInputsTargets(grain.MapTransform):
         "inputs": inputs,
         "targets": targets,
         "inputs_segmentation": segments,
-        "targets_segmentation": _ones_but_eod(inputs, self.eod_id, self.eod_mask_loss),
+        "targets_segmentation": ones_but_eod(inputs, self.eod_id, self.eod_mask_loss),
         "inputs_position": positions,
         "targets_position": positions,
     }
@@ -117,17 +125,16 @@ class MegatronSplitInputsTargets(grain.MapTransform):
   def split_rows(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Splits several samples at once, int[n, L + 1]; the fields are int32[n, L], row for row those of `map`."""
     inputs, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
-    segments, positions = np.empty(inputs.shape, np.int32), np.empty(inputs.shape, np.int32)
     if self.reset_attention_mask:
-      distance = self.min_segment_length if self.min_segment_length > 1 else 0
-      kernels.batch_segments_and_positions(inputs, self.eod_id, distance, segments, positions)
+      segments, positions = rows_of_segments_and_positions(inputs, self.eod_id, self.min_segment_length)
     else:
-      segments[:], positions[:] = 1, np.arange(inputs.shape[1], dtype=np.int32)
+      segments, positions = np.ones(inputs.shape, np.int32), np.empty(inputs.shape, np.int32)
+      positions[:] = np.arange(inputs.shape[1])
     return {
         "inputs": inputs,
         "targets": targets,
         "inputs_segmentation": segments,
-        "targets_segmentation": _ones_but_eod(inputs, self.eod_id, self.eod_mask_loss),
+        "targets_segmentation": ones_but_eod(inputs, self.eod_id, self.eod_mask_loss),
         "inputs_position": positions,
         "targets_position": positions.copy(),
     }
@@ -150,7 +157,7 @@ def check_token_ids(tokens: np.ndarray, vocab_size: int, file_of: Callable[[int,
     )
 
 
-def _ones_but_eod(tokens: np.ndarray, eod_id: int, mask_eod: bool) -> np.ndarray:
+def ones_but_eod(tokens: np.ndarray, eod_id: int, mask_eod: bool) -> np.ndarray:
   """Returns 1 everywhere, or with `mask_eod` 0 at EOD, int32 in the shape of `tokens`."""
   return (tokens != eod_id).astype(np.int32) if mask_eod else np.ones(tokens.shape, np.int32)
 

@@ -253,15 +253,17 @@ def any_outside(values, low, high):
 
 
 @jit
-def segments_and_positions(tokens, eod_id, distance, segments, positions):
+def segments_and_positions(tokens, eod_id, min_segment_length, segments, positions):
   """Numbers documents from 1 and tokens within them from 0.
 
   Args:
     tokens: integers, [length].
     eod_id: ends a document and belongs to it.
-    distance: a document begins a segment only if it begins more than this after the beginning of the last segment.
+    min_segment_length: with 2 or more, a document begins a segment only if it begins more than this after the beginning
+      of the last segment; 0 and 1 keep all, as in the release.
     segments, positions: int32[length], filled.
   """
+  distance = min_segment_length if min_segment_length > 1 else 0
   segment, first = 1, 0
   for k in range(tokens.shape[0]):
     if k > 0 and tokens[k - 1] == eod_id and k - first > distance:
@@ -288,10 +290,10 @@ def read_samples(descriptor, itemsize, sizes, pointers, document_index, sample_i
 
 
 @jit
-def batch_segments_and_positions(tokens, eod_id, distance, segments, positions):
+def batch_segments_and_positions(tokens, eod_id, min_segment_length, segments, positions):
   """Calls `segments_and_positions` for each row; tokens integers [n, length], the results int32[n, length]."""
   for k in range(tokens.shape[0]):
-    segments_and_positions(tokens[k], eod_id, distance, segments[k], positions[k])
+    segments_and_positions(tokens[k], eod_id, min_segment_length, segments[k], positions[k])
 
 
 @jit

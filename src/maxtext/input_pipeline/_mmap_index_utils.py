@@ -131,13 +131,20 @@ def _document_sizes(prefix: str) -> np.ndarray:
   facts, documents = dataset.scan(), dataset.header.num_documents
   if documents == len(dataset) and not facts.sentence_split:  # the usual file: every document is one sequence
     return dataset.sizes.astype(np.int64)
-  tokens = np.zeros(documents, np.int64)
-  for first in range(0, documents, _DOCUMENTS):
+  tokens, first = np.zeros(documents, np.int64), 0
+  for piece in iter_document_sizes(dataset):
+    tokens[first : first + len(piece)] = piece
+    first += len(piece)
+  return tokens
+
+
+def iter_document_sizes(dataset: MMapIndexedDataset) -> Iterator[np.ndarray]:
+  """Yields the tokens of consecutive documents, int64[at most 65,536]; the index must have passed `scan`."""
+  for first in range(0, dataset.header.num_documents, _DOCUMENTS):
     bounds = dataset.doc_idx[first : first + _DOCUMENTS + 1]
     ends = np.zeros(int(bounds[-1] - bounds[0]) + 1, np.int64)
     np.cumsum(dataset.sizes[bounds[0] : bounds[-1]], out=ends[1:])
-    tokens[first : first + _DOCUMENTS] = np.diff(ends[bounds - bounds[0]])
-  return tokens
+    yield np.diff(ends[bounds - bounds[0]])
 
 
 def get_total_tokens(path_prefixes: Sequence[str]) -> int:

@@ -36,7 +36,7 @@ class ShardedDataset:
   """The sequences of one or several datasets, numbered through.
 
   Args:
-    paths: prefixes, folders of datasets, or several joined by ':'; see `resolve_shard_prefixes`, which gives the order.
+    paths: one or several prefixes or folders of datasets; see `resolve_shard_prefixes`, which gives the order.
 
   Raises:
     MMapError: if a path names no dataset, or one that cannot be opened, or they have 2**31 sequences or more.

@@ -22,7 +22,7 @@ import xxhash
 from maxtext.input_pipeline import _mmap_config as mmap_config
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_kernels as kernels
-from maxtext.input_pipeline._mmap_fields import check_token_ids
+from maxtext.input_pipeline._mmap_fields import check_token_ids, ones_but_eod, rows_of_segments_and_positions
 from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_index_utils import _normalize_weights, resolve_shard_prefixes, split_paths
 from maxtext.input_pipeline._mmap_mixture import parse_mixture
@@ -64,9 +64,10 @@ class WindowSettings:
 
 def settings_for(config, evaluation: bool = False) -> WindowSettings:
   """Returns what a config says. Evaluation reads every window once, in the order of the files."""
+  from maxtext.input_pipeline.input_pipeline_utils import megatron_min_segment_length  # here: data workers do without
+
   key = "grain_eval_files" if evaluation else "grain_train_files"
   shuffled = config.enable_data_shuffling and not evaluation
-  merged = config.reset_attention_mask and config.packing_max_segments_per_sample > 0
   return WindowSettings(
       key=key,
       files=getattr(config, key),
@@ -77,7 +78,7 @@ def settings_for(config, evaluation: bool = False) -> WindowSettings:
       split_sentences=config.mmap_split_sentences,
       reset_attention_mask=config.reset_attention_mask,
       eod_mask_loss=config.eod_mask_loss,
-      min_segment_length=config.max_target_length // config.packing_max_segments_per_sample if merged else 0,
+      min_segment_length=megatron_min_segment_length(config),
       vocab_size=config.vocab_size,
       stamps_folder=config.blend_cache_dir,
   )
@@ -232,18 +233,16 @@ class MMapRows:
   def _segments_and_positions(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     settings = self._settings
     if not settings.reset_attention_mask:
-      segments = (tokens != settings.eod_id).astype(np.int32) if settings.eod_mask_loss else np.ones_like(tokens)
+      segments = ones_but_eod(tokens, settings.eod_id, settings.eod_mask_loss)
       return segments, np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1))
-    segments, positions = np.empty_like(tokens), np.empty_like(tokens)
-    distance = settings.min_segment_length if settings.min_segment_length > 1 else 0
-    kernels.batch_segments_and_positions(tokens, settings.eod_id, distance, segments, positions)
-    return segments, positions
+    return rows_of_segments_and_positions(tokens, settings.eod_id, settings.min_segment_length)
 
   def _check_ids(self, tokens: np.ndarray, children: np.ndarray, starts: np.ndarray) -> None:
     """Raises MMapError at a token id outside the vocabulary: an embedding look-up would clamp it, silently."""
     size = self._settings.vocab_size
     if size is None or not kernels.any_outside(tokens.ravel(), 0, size - 1):
       return
+
     def file_of(row: int, column: int) -> str:
       stream = self.streams[children[row]]
       return stream.shards[stream.shard_at(int(starts[row]) + column)].prefix + ".bin"

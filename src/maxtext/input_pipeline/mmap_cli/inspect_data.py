@@ -90,13 +90,13 @@ def _find(paths: list[str]) -> tuple[list[str], list[str]]:
 
 def _look(prefix: str, options: argparse.Namespace, progress: console.Progress | None) -> dict[str, Any]:
   """Returns the facts of one dataset; raises MMapError where its index or size is wrong."""
+  from maxtext.input_pipeline._mmap_index_utils import iter_document_sizes
   from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
-  from maxtext.input_pipeline.mmap_cli import documents
 
   dataset = MMapIndexedDataset(prefix)
   head, found = dataset.header, dataset.scan()
   itemsize = head.dtype.itemsize
-  empty = sum(int((lengths == 0).sum()) for lengths in documents.lengths(dataset))
+  empty = sum(int((lengths == 0).sum()) for lengths in iter_document_sizes(dataset))
   facts: dict[str, Any] = {
       "prefix": prefix,
       "dtype": head.dtype.name,

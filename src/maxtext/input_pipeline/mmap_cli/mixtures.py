@@ -8,8 +8,6 @@ import dataclasses
 import os
 from typing import NamedTuple
 
-import numpy as np
-
 from maxtext.input_pipeline import _megatron_blending as blending
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
@@ -18,7 +16,6 @@ from maxtext.input_pipeline._mmap_mixture import parse_mixture
 from maxtext.input_pipeline._mmap_shards import ShardedDataset
 from maxtext.input_pipeline.mmap_cli import console
 
-_PIECE = 1 << 20  # draws at a time
 NOWHERE = os.devnull  # an index folder that holds nothing and keeps nothing
 
 
@@ -100,7 +97,7 @@ def plan(
   weights = [entries[number].weight or 0.0 for number in kept]
   blend = blending.weighted_blend(weights, num_samples, tuple(kept))
   shares = utils._normalize_weights(weights)
-  sizes, drawn = utils.compute_blend_buffers(num_samples, shares, margin), draws_of(blend, progress)
+  sizes, drawn = utils.compute_blend_buffers(num_samples, shares, margin), blending.count_draws(blend, progress)
   return [
       PlannedChild(entries[number], number, share, size, count)
       for number, share, size, count in zip(kept, shares, sizes, drawn, strict=True)
@@ -131,15 +128,3 @@ def open_child(
         f"{available}; raise --margin."
     )
   return Child(planned, dataset, index, drawn)
-
-
-def draws_of(blend: blending.BlendRequest, progress: console.Progress | None = None) -> list[int]:
-  """Returns how often a blend draws each dataset, without keeping the draws."""
-  draws = blend.draws()
-  buffers = np.empty(_PIECE, np.int16), np.empty(_PIECE, np.int64)
-  for first in range(0, blend.size, _PIECE):
-    count = min(_PIECE, blend.size - first)
-    draws.next(buffers[0][:count], buffers[1][:count])
-    if progress:
-      progress("blend", first + count, blend.size)
-  return draws.counts

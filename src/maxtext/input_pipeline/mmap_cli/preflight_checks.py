@@ -31,7 +31,6 @@ STRICT = {"reset_attention_mask": True, "eod_mask_loss": False, "packing_max_seg
 _SHARDS = 20  # shards whose tokens are looked at
 _EOD_PROBES = 100  # documents looked at for EOD, in all of them
 _ID_PROBES, _ID_TOKENS = 100, 2048  # sequences of a shard whose ids are looked at, and the first ids of each
-_PIECE = 1 << 22  # draws of a blend at a time
 _BLEND_BYTES = 10  # of a draw
 _PAIR_DRAWS = 1 << 16  # draws of a pair that are compared with the blend
 
@@ -140,7 +139,7 @@ def _check_layout(dataset: ShardedDataset, facts, split_sentences: bool, finding
 
 def _check_tokens(config, dataset: ShardedDataset, findings: Findings) -> None:
   """Looks at the last tokens of some documents, which should be EOD, and at ids of some sequences."""
-  numbers = _spread(len(dataset.shards), _SHARDS)
+  numbers = documents.spread(len(dataset.shards), _SHARDS).tolist()
   try:
     pieces = [documents.last_tokens(dataset.shards[number], -(-_EOD_PROBES // len(numbers))) for number in numbers]
     outside = [_ids_outside(dataset.shards[number], config.vocab_size) for number in numbers]
@@ -169,15 +168,10 @@ def _ids_outside(shard: MMapIndexedDataset, vocab_size: int) -> np.ndarray:
   """Returns ids that are not of the vocabulary, int64[any], among the first ones of sequences spread over a shard."""
   dtype = shard.header.dtype
   pieces = []
-  for row in _spread(len(shard), _ID_PROBES):
+  for row in documents.spread(len(shard), _ID_PROBES).tolist():
     pieces.append((int(shard.pointers[row]), min(int(shard.sizes[row]), _ID_TOKENS) * dtype.itemsize))
   ids = np.frombuffer(b"".join(shard.read_many(pieces)), dtype)
   return ids[(ids < 0) | (ids >= vocab_size)].astype(np.int64)
-
-
-def _spread(length: int, most: int) -> list[int]:
-  """Returns at most `most` of the numbers below `length`, at even distances."""
-  return np.unique(np.linspace(0, length - 1, min(most, length)).astype(np.int64)).tolist() if length else []
 
 
 def _check_indices(child, dataset, request, description, findings: Findings, builds: list[Build]) -> dict[str, Any]:
@@ -225,7 +219,7 @@ def _has_megatrons(folder: str, dataset: ShardedDataset, request, description, f
 
 def _check_blend(settings, blend, children, findings: Findings, builds: list[Build]) -> dict[str, Any]:
   """Counts the draws of each child, and compares them with what it has."""
-  counts = draw_counts(blend)
+  counts = blending.count_draws(blend)
   for child, count in zip(children, counts, strict=True):
     child["samples_drawn"] = count
     if count > child["samples_available"]:
@@ -238,16 +232,6 @@ def _check_blend(settings, blend, children, findings: Findings, builds: list[Bui
     folder = settings.blend_cache_dir if settings.blend_cache_dir and can_write(settings.blend_cache_dir) else ""
     builds.append(Build(folder, blend.size * _BLEND_BYTES, True))
   return {"samples": blend.size, "shares": [count / blend.size for count in counts], "indices": state}
-
-
-def draw_counts(blend: blending.BlendRequest) -> list[int]:
-  """Returns how often each child is drawn, a piece of the blend at a time."""
-  draws, size = blend.draws(), min(_PIECE, blend.size)
-  buffers = np.empty(size, np.int16), np.empty(size, np.int64)
-  for first in range(0, blend.size, size):
-    count = min(size, blend.size - first)
-    draws.next(buffers[0][:count], buffers[1][:count])
-  return draws.counts
 
 
 def _find_pair(settings, blend: blending.BlendRequest, findings: Findings) -> str:
@@ -271,24 +255,11 @@ def _find_pair(settings, blend: blending.BlendRequest, findings: Findings) -> st
 
 def _other_blend(paths, blend: blending.BlendRequest) -> str:
   """Says why a pair is not this blend, by its headers and first draws; empty if they are its."""
-  count = min(_PAIR_DRAWS, blend.size)
-  wanted = np.empty(count, np.int16), np.empty(count, np.int64)
-  blend.draws().next(*wanted)
-  found = []
-  for path, draws in zip(paths, wanted, strict=True):
-    try:
-      array = cache.map_array(path)
-    except (OSError, cache.StaleIndexError) as error:
-      return str(error)
-    if array.dtype != draws.dtype or array.ndim != 1 or len(array) < blend.size:
-      return f"{path} is {array.dtype.name}{list(array.shape)}; expected {draws.dtype.name}[{blend.size}] or longer"
-    found.append(array[:count])
-  equal = (found[0] == wanted[0]) & (found[1] == wanted[1])
-  if equal.all():
-    return ""
-  position = int(np.argmin(equal))
-  draw = tuple(int(array[position]) for array in found)
-  return f"{paths[0]} and its partner are not this blend: draw {position} is {draw}"
+  try:
+    blending.check_draws(paths, blending.map_pair(paths, blend), blend, _PAIR_DRAWS)
+  except (OSError, cache.StaleIndexError) as error:
+    return str(error)
+  return ""
 
 
 # grain_file_type=mmap.

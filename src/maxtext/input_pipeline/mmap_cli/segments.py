@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.input_pipeline import _mmap_index_cache as cache
-from maxtext.input_pipeline import _mmap_index_kernels as kernels
-from maxtext.input_pipeline.mmap_cli import order_kernels
+from maxtext.input_pipeline.mmap_cli import documents, order_kernels
 from maxtext.input_pipeline.mmap_cli.mixtures import Child, PlannedChild, open_child
 
 _PIECE = 1 << 18  # samples between two looks at the progress
@@ -132,22 +131,23 @@ def _distribution(histogram, most: int) -> dict[str, Any]:
 
 def _read(child: Child, own, counter: Counter, options) -> dict[str, Any]:
   """Reads samples here and there and compares their EOD tokens with the count without reading."""
-  from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource  # it imports Grain and JAX
+  from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource  # these import Grain and JAX
+  from maxtext.input_pipeline._mmap_fields import rows_of_segments_and_positions
 
-  chosen = np.unique(np.linspace(0, child.drawn - 1, min(options.read, child.drawn)).astype(np.int64))
-  documents, samples, draws = child.index.arrays
+  chosen = documents.spread(child.drawn, options.read)
+  document_index, samples, draws = child.index.arrays
+  indices = document_index, samples, draws
   source = MegatronNpyDataSource(
-      "", [*child.dataset.prefixes], own["eod_id"], options.seq_length, True, prebuilt_indices=(documents, samples, draws)
+      "", [*child.dataset.prefixes], own["eod_id"], options.seq_length, True, prebuilt_indices=indices
   )
   eods, segments = 0, []
   for first in range(0, len(chosen), 64):
     inputs = source.read_rows(chosen[first : first + 64])[:, :-1]
-    found = np.empty((2, *inputs.shape), np.int32)
-    kernels.batch_segments_and_positions(inputs, own["eod_id"], int(counter.distances[0]), found[0], found[1])
+    numbers, _ = rows_of_segments_and_positions(inputs, own["eod_id"], int(counter.distances[0]))
     eods += int((inputs == own["eod_id"]).sum())
-    segments += found[0, :, -1].tolist()
+    segments += numbers[:, -1].tolist()
   assumed = Counter(options.seq_length, [options.merge])
-  assumed.add(child.dataset, (documents, samples, draws[chosen]), len(chosen))
+  assumed.add(child.dataset, (document_index, samples, draws[chosen]), len(chosen))
   return {
       "dataset": child.planned.entry.text,
       "samples": len(chosen),

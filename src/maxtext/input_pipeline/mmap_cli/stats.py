@@ -85,6 +85,7 @@ def run(options: argparse.Namespace) -> dict:
 
 def _documents(opened, eod_id: int | None):
   """Returns the lengths of all documents that have tokens, and facts of each dataset."""
+  from maxtext.input_pipeline._mmap_index_utils import iter_document_sizes
   from maxtext.input_pipeline.mmap_cli import documents, histogram
 
   lengths, described = histogram.LengthHistogram(), []
@@ -92,7 +93,7 @@ def _documents(opened, eod_id: int | None):
     own, empty, ends = histogram.LengthHistogram(), 0, collections.Counter()
     for shard in dataset.shards:
       shard.scan()  # the rest trusts the index
-      for piece in documents.lengths(shard):
+      for piece in iter_document_sizes(shard):
         empty += int((piece == 0).sum())
         for target in (own, lengths):
           target.add(piece[piece > 0])
