@@ -21,6 +21,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 import numpy as np
 import torch
+from write_golden import render
 
 OUTPUT = Path(__file__).resolve().parents[1] / "golden" / "megatron_arguments.json"
 COMMAND = "python tests/reference/write_arguments_golden.py"
@@ -201,16 +202,6 @@ def build_content() -> dict[str, list]:
 
 def provenance() -> dict[str, str | int]:
   return {"megatron-core": megatron.core.__version__, "numpy": np.__version__, "seed": SEED, "command": COMMAND}
-
-
-def render(content, source) -> str:
-  """Writes the golden file's text, one entry a line."""
-  lines = [f'{{"provenance": {json.dumps(source)}']
-  for section, entries in content.items():
-    lines.append(f',"{section}": [')
-    lines.append(",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries))
-    lines.append("]")
-  return "\n".join([*lines, "}\n"])
 
 
 def main(output=OUTPUT) -> None:
