@@ -14,7 +14,8 @@ import pytest
 from maxtext.input_pipeline import _megatron_blending as library
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
-from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapError
+from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
+from support import refusal
 
 POSITIVE = st.floats(1e-6, 1e3)
 
@@ -33,14 +34,6 @@ def by_definition(weights, size) -> list[int]:
     chosen.append(int(np.argmax(weights * max(float(position), 1.0) - drawn)))
     drawn[chosen[-1]] += 1
   return chosen
-
-
-def refusal(action, *arguments, **settings) -> str:
-  with pytest.raises(MMapError) as caught:
-    action(*arguments, **settings)
-  message = str(caught.value)
-  assert "\n" not in message and message.endswith("."), message
-  return message
 
 
 # Draws.

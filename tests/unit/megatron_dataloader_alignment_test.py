@@ -25,6 +25,7 @@ from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, M
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
 from maxtext.input_pipeline._mmap_stream import StreamSettings, open_stream, settings_for
 from maxtext.input_pipeline.input_pipeline_utils import MegatronSplitInputsTargets
+from support import TextRows
 
 GOLDEN_FOLDER = Path(__file__).resolve().parents[1] / "golden"
 GOLDEN = json.loads((GOLDEN_FOLDER / "megatron_gpt.json").read_text(encoding="utf-8"))
@@ -362,25 +363,12 @@ def test_masks_and_positions_are_megatrons_builders(streams, build, part):
 # Hosts.
 
 
-class Texts:
-  """The samples of a stream as the rows of a global order."""
-
-  def __init__(self, source):
-    self._source = source
-
-  def __len__(self):
-    return len(self._source)
-
-  def rows(self, indices):
-    return {"text": self._source.read_rows(indices)}
-
-
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 @pytest.mark.parametrize("name", ["d7", "full-validation", "one-unweighted"])
 def test_hosts_together_read_megatrons_samples_in_stride_order(streams, name, hosts):
   (build,) = [build for build in BLENDS["builds"] if build["name"] == name]
   stream = streams(build, 0)
-  iterators = [iter(GlobalOrderDataset(Texts(stream.source), 4, host, hosts, stream.order)) for host in range(hosts)]
+  iterators = [iter(GlobalOrderDataset(TextRows(stream.source), 4, host, hosts, stream.order)) for host in range(hosts)]
   read = []
   for _ in range(2):
     batches = [next(iterator)["text"] for iterator in iterators]

@@ -23,6 +23,7 @@ from maxtext.input_pipeline._mmap_indexed_dataset import (
   MMapFileNotFoundError,
   MMapIndexedDataset,
 )
+from support import refusal
 
 EOD = 99
 D1_LENGTHS = [5, 7, 3, 9, 6, 4]
@@ -59,15 +60,6 @@ def folder(tmp_path) -> str:
 @pytest.fixture(autouse=True)
 def warnings_are_seen(caplog):
   caplog.set_level(logging.WARNING, logger=library.__name__)
-
-
-def refusal(action, *arguments, **settings) -> str:
-  """The message of the MMapError that an action raises: one sentence."""
-  with pytest.raises(MMapError) as caught:
-    action(*arguments, **settings)
-  message = str(caught.value)
-  assert "\n" not in message and message.endswith("."), message
-  return message
 
 
 def samples_of(source) -> list[list[int]]:

@@ -14,8 +14,9 @@ from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline import _mmap_index_utils as utils
 from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
-from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapError
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 from maxtext.input_pipeline._mmap_stream import StreamSettings, open_stream, settings_for
+from support import write_numbered
 
 EOD = 99_999
 LENGTH = 4
@@ -26,18 +27,9 @@ RANGES = [(0, 11), (11, 14), (14, 15)]
 each_part = pytest.mark.parametrize("part", range(3), ids=utils.SPLIT_NAMES)
 
 
-def write(prefix, lengths, first=0) -> str:
-  """Writes tokens 100 * (first + sequence) + position."""
-  with IndexedDatasetWriter(str(prefix), np.int32) as writer:
-    for row, length in enumerate(lengths, first):
-      writer.add_sequence(100 * row + np.arange(length))
-      writer.end_document()
-  return str(prefix)
-
-
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory) -> str:
-  return write(tmp_path_factory.mktemp("data") / "data", LENGTHS)
+  return write_numbered(tmp_path_factory.mktemp("data") / "data", LENGTHS)
 
 
 def open_part(folder, paths, part, split=SPLIT, epochs=1, samples=None) -> MegatronNpyDataSource:
@@ -63,7 +55,7 @@ def test_index_files_keep_global_ids(tmp_path, prefix, part):
 
 def test_d1_sequences_3_to_5_only(tmp_path):
   """The values that the list of cases prints."""
-  prefix = write(tmp_path / "data", [5, 7, 3, 9, 6, 4])
+  prefix = write_numbered(tmp_path / "data", [5, 7, 3, 9, 6, 4])
   source = open_part(tmp_path, prefix, 1, "1,1", samples=4)
   assert saved(tmp_path, source, "document_index").tolist() == [3, 4, 5]
   assert saved(tmp_path, source, "sample_index").tolist() == [[0, 0], [0, 4], [0, 8], [1, 3], [2, 1]]
@@ -156,8 +148,9 @@ def test_an_empty_part_is_refused_by_name_and_only_when_it_is_used(tmp_path, pre
 def test_shards_are_split_as_one_dataset(tmp_path, part):
   """Ids count through the shards; a part may begin and end within one."""
   bounds = [0, 4, 9, 12, 15]
-  shards = [write(tmp_path / f"s{n}", LENGTHS[a:b], a) for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
-  whole = write(tmp_path / "whole", LENGTHS)
+  ranges = enumerate(zip(bounds, bounds[1:], strict=False))
+  shards = [write_numbered(tmp_path / f"s{n}", LENGTHS[begin:end], begin) for n, (begin, end) in ranges]
+  whole = write_numbered(tmp_path / "whole", LENGTHS)
   source, alone = open_part(tmp_path / "npy", shards, part), open_part(tmp_path / "npy", whole, part)
   for name in cache.ARRAYS:
     np.testing.assert_array_equal(saved(tmp_path / "npy", source, name), saved(tmp_path / "npy", alone, name))
@@ -170,7 +163,7 @@ def test_shards_are_split_as_one_dataset(tmp_path, part):
 def test_each_child_of_a_blend_is_split(tmp_path, part):
   """Sequences of the second child are numbered from 100 on."""
   lengths = LENGTHS, [6] * 40
-  children = [write(tmp_path / f"child-{number}", rows, 100 * number) for number, rows in enumerate(lengths)]
+  children = [write_numbered(tmp_path / f"child-{number}", rows, 100 * number) for number, rows in enumerate(lengths)]
   files = ";".join(f"{tmp_path}/npy|{child},{weight}" for child, weight in zip(children, (2, 1), strict=True))
   stream = open_stream(StreamSettings(files, LENGTH, EOD, num_samples=60, split=SPLIT, split_index=part))
   own = [set(range(*RANGES[part])), {100 + row for row in range(*utils.parse_split_range(SPLIT, part, 40))}]

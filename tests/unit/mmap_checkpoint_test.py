@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from maxtext.common import checkpointing, grain_utility
-from maxtext.input_pipeline._mmap_files import MMapError
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
 from maxtext.input_pipeline._mmap_order import STATE_FORMAT
+from support import refusal
 
 ORDER = {"seed": 1, "num_epochs": 1, "requested_samples": 40, "available_samples": 40, "needed_samples": 40}
 STATE = {"format": STATE_FORMAT, "next_sample": 8, "order": ORDER}
@@ -48,14 +48,6 @@ def resume(tmp_path, monkeypatch):
     return "\n".join(logged)
 
   return look
-
-
-def refusal(action, *arguments, **settings) -> str:
-  with pytest.raises(MMapError) as caught:
-    action(*arguments, **settings)
-  message = str(caught.value)
-  assert "\n" not in message and message.endswith("."), message
-  return message
 
 
 @pytest.mark.parametrize("name", ["process_0-of-1.json", "process_0-of-4.json", "process_3-of-8.json"])

@@ -14,46 +14,25 @@ import pytest
 from maxtext.input_pipeline import _mmap_index_cache as cache
 from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
-from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapError
+from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
 from maxtext.input_pipeline._mmap_order import STATE_FORMAT, check_state
+from support import TextRows, write_numbered
 
 D1_LENGTHS = [5, 7, 3, 9, 6, 4]
 EOD = 99
 LENGTH, SEED = 4, 42
 
 
-def write(prefix, lengths=D1_LENGTHS) -> str:
-  """Writes tokens 100 * sequence + position."""
-  with IndexedDatasetWriter(str(prefix), np.int32) as writer:
-    for row, length in enumerate(lengths):
-      writer.add_sequence(100 * row + np.arange(length))
-      writer.end_document()
-  return str(prefix)
-
-
 @pytest.fixture(scope="module")
 def d1(tmp_path_factory) -> str:
-  return write(tmp_path_factory.mktemp("d1") / "data")
+  return write_numbered(tmp_path_factory.mktemp("d1") / "data", D1_LENGTHS)
 
 
 @pytest.fixture(scope="module")
 def source(d1) -> MegatronNpyDataSource:
   """The 16 samples of two epochs."""
   return MegatronNpyDataSource("/dev/null/none", d1, EOD, LENGTH, request=IndexRequest(LENGTH, SEED, 14))
-
-
-class Samples:
-  """The rows of a source: its samples as they are."""
-
-  def __init__(self, source):
-    self._source = source
-
-  def __len__(self):
-    return len(self._source)
-
-  def rows(self, indices):
-    return {"text": self._source.read_rows(indices)}
 
 
 def describe_order(description, request, needed):
@@ -69,7 +48,7 @@ def order_of(prefix, num_samples=14, needed=None, **changes):
 
 def iterate(source, batch=4, host=0, hosts=1, **settings):
   order = order_of(source.dataset.prefixes[0])
-  return iter(GlobalOrderDataset(Samples(source), batch, host, hosts, order, **settings))
+  return iter(GlobalOrderDataset(TextRows(source), batch, host, hosts, order, **settings))
 
 
 def global_batches(iterators, steps=None) -> list[list[list[int]]]:
@@ -159,7 +138,7 @@ def test_threads_and_buffers_keep_the_order(source):
 
 
 def test_iterators_of_one_dataset_are_independent(source):
-  dataset = GlobalOrderDataset(Samples(source), 4, 0, 1, order_of(source.dataset.prefixes[0]))
+  dataset = GlobalOrderDataset(TextRows(source), 4, 0, 1, order_of(source.dataset.prefixes[0]))
   first, second = iter(dataset), iter(dataset)
   assert global_batches([first], 2) == global_batches([second], 2) == in_order(source, 4)[:2]
 
@@ -291,19 +270,19 @@ def test_d15_other_settings_are_named_with_their_key(d1, changes, text):
 
 
 def test_d15_another_dataset_is_named_by_what_it_is(tmp_path, d1):
-  other = write(tmp_path / "other", [5, 7, 3, 9, 10])
+  other = write_numbered(tmp_path / "other", [5, 7, 3, 9, 10])
   message = refusal(order_of(d1), order_of(other))
   assert re.search(r"its dataset is 6 sequences, 34 tokens, [0-9a-f]{8} there and 5 sequences, 34 tokens, ", message)
   assert "read the dataset that the saved run read" in message
 
 
 def test_the_dataset_is_said_before_what_follows_from_it(tmp_path, d1):
-  other = write(tmp_path / "other", [9] * 9)
+  other = write_numbered(tmp_path / "other", [9] * 9)
   assert "its dataset is" in refusal(order_of(d1), order_of(other, seed=1, seq_length=8))
 
 
 def test_the_same_dataset_elsewhere_continues(tmp_path, d1):
-  assert accepts(order_of(d1), order_of(write(tmp_path / "copy")))
+  assert accepts(order_of(d1), order_of(write_numbered(tmp_path / "copy", D1_LENGTHS)))
 
 
 def test_equal_ranges_under_another_split_text_continue(d1):

@@ -25,6 +25,7 @@ from maxtext.input_pipeline import _mmap_remote_io as remote_io
 from maxtext.input_pipeline import _mmap_remote_retry as remote_retry
 from maxtext.input_pipeline._mmap_files import MMapError, MMapFileNotFoundError, MMapReadError
 from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapIndexedDataset
+from support import content_of, one_sentence
 
 QUICK = remote_retry.Patience(reply=5.0, total=20.0, first_pause=0.001, longest_pause=0.002)
 NO_PATIENCE = remote_retry.Patience(reply=5.0, total=0.0, first_pause=0.001, longest_pause=0.002)
@@ -98,17 +99,6 @@ def put(path: str, content: bytes) -> str:
 def read(url: str, *pieces: tuple[int, int]) -> list[bytes]:
   file = remote.look(url)
   return remote.read_many([(file, position, size) for position, size in pieces])
-
-
-def content_of(path: str) -> bytes:
-  with open(path, "rb") as file:
-    return file.read()
-
-
-def one_sentence(error: Exception) -> str:
-  text = str(error)
-  assert text.endswith(".") and "\n" not in text and ". " not in text, text
-  return text
 
 
 # URLs.

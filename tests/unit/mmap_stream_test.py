@@ -15,10 +15,11 @@ from maxtext.input_pipeline import _mmap_shards as shards
 from maxtext.input_pipeline import _mmap_stream as library
 from maxtext.input_pipeline._mmap_datasource import MegatronNpyDataSource
 from maxtext.input_pipeline._mmap_index_cache import IndexRequest
-from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter, MMapError
+from maxtext.input_pipeline._mmap_indexed_dataset import IndexedDatasetWriter
 from maxtext.input_pipeline._mmap_order import STATE_FORMAT, check_state
 from maxtext.input_pipeline._mmap_shards import Piece, ShardedDataset
 from maxtext.input_pipeline._mmap_stream import StreamSettings, open_stream
+from support import refusal
 
 EOD = 9999
 D1_LENGTHS = [5, 7, 3, 9, 6, 4]
@@ -31,14 +32,6 @@ def write(prefix, lengths=D1_LENGTHS, first=0, dtype=np.int32) -> str:
     for row, length in enumerate(lengths):
       writer.add_document(100 * (first + row) + np.arange(length))
   return str(prefix)
-
-
-def refusal(action, *arguments, **settings) -> str:
-  with pytest.raises(MMapError) as caught:
-    action(*arguments, **settings)
-  message = str(caught.value)
-  assert "\n" not in message and message.endswith("."), message
-  return message
 
 
 def samples_of(source) -> list[list[int]]:

@@ -29,6 +29,7 @@ from maxtext.input_pipeline._mmap_indexed_dataset import MMapIndexedDataset
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderDataset
 from maxtext.input_pipeline._mmap_shards import Piece, ShardedDataset
 from maxtext.input_pipeline._mmap_windows import Shard, TokenStream
+from support import TextRows, content_of, one_sentence
 
 CONTENT = np.random.default_rng(3).bytes(100_000)
 PIECES = [(1000 * number, 300) for number in range(20)]
@@ -38,17 +39,6 @@ SLICES = [CONTENT[position : position + size] for position, size in PIECES]
 def read(url: str) -> list[bytes]:
   file = remote.look(url)
   return remote.read_many([(file, position, size) for position, size in PIECES])
-
-
-def content_of(path: str) -> bytes:
-  with open(path, "rb") as file:
-    return file.read()
-
-
-def one_sentence(error: Exception) -> str:
-  text = str(error)
-  assert text.endswith(".") and "\n" not in text and ". " not in text, text
-  return text
 
 
 def test_a_dataset_in_a_store_is_the_dataset(store, dataset):
@@ -307,19 +297,6 @@ def test_an_endless_outage_is_given_up_with_the_number_of_tries(s3, monkeypatch)
 # Whole runs.
 
 
-class Rows:
-  """The samples of a source as the iterator takes them."""
-
-  def __init__(self, source):
-    self.source = source
-
-  def __len__(self):
-    return len(self.source)
-
-  def rows(self, indices):
-    return {"text": self.source.read_rows(indices)}
-
-
 def source_of(url: str, npy_dir) -> MegatronNpyDataSource:
   return MegatronNpyDataSource(str(npy_dir), url, 2, 32, request=IndexRequest(32, num_samples=100))
 
@@ -391,7 +368,7 @@ def test_next_batches_are_read_while_the_store_is_slow_and_nobody_asks_for_them(
   held = threading.Event()
   s3.proxy.reset()
   s3.proxy.gate = lambda: held.wait(60)
-  iterator = iter(GlobalOrderDataset(Rows(source), 1, 0, 1, {}, buffered=4, threads=4))
+  iterator = iter(GlobalOrderDataset(TextRows(source), 1, 0, 1, {}, buffered=4, threads=4))
   found = []
   consumer = threading.Thread(target=lambda: found.append(next(iterator)))
   consumer.start()
