@@ -13,7 +13,7 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.kda import _arguments, _segments
+from maxtext.kernels.kda import _arguments, _platform, _segments
 from maxtext.kernels.kda._types import Inputs, Options, Segments
 
 Implementation = Literal["auto", "pallas", "xla", "tokamax", "tops", "reference"]
@@ -134,8 +134,7 @@ def resolve_implementation(implementation: str) -> str:
     ValueError: an unknown name.
   """
   if implementation == "auto":
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    platform = getattr(device, "platform", None) or jax.default_backend()
+    platform = _platform.platform()
     name = "pallas" if platform == "tpu" else "xla"
     _log_choice(name, f"auto, on {platform}")
     return name
