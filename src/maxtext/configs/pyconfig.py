@@ -22,6 +22,7 @@ import omegaconf
 import pydantic
 
 from maxtext._release.configs import pyconfig as release
+from maxtext.configs._kda_config import KdaConfigError
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 
 globals().update({k: v for k, v in vars(release).items() if not k.startswith("__")})
@@ -164,11 +165,11 @@ def _suggestion(name: str, names: list[str]) -> str:
 
 def _error_for_user(e: BaseException) -> Exception | None:
   """The one-sentence error that `e` is, or that pydantic wrapped while it ran our validator."""
-  if isinstance(e, (MMapError, ConfigNotFoundError)):
+  if isinstance(e, (MMapError, KdaConfigError, ConfigNotFoundError)):
     return e
   if isinstance(e, pydantic.ValidationError):
     causes = (error.get("ctx", {}).get("error") for error in e.errors(include_url=False, include_input=False))
-    return next((cause for cause in causes if isinstance(cause, MMapError)), None)
+    return next((cause for cause in causes if isinstance(cause, (MMapError, KdaConfigError))), None)
   return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-in: adds the branch's field groups to the config classes, and checks the Megatron dataset keys.
+"""Stand-in: adds the branch's field groups to the config classes, and checks their keys.
 
 Both classes that read YAMLs get the fields: `MaxTextConfig`, and `RLConfig` of the reinforcement-learning trainers.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, Field, model_validator
 
 from maxtext._release.configs import types as release
+from maxtext.configs import _kda_config
 from maxtext.input_pipeline import _mmap_config
 from maxtext.input_pipeline._mmap_files import MMapError
 
@@ -47,7 +48,27 @@ class MegatronDataset(BaseModel):
   )
 
 
-class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
+class KimiDeltaAttention(BaseModel):
+  """The keys of Kimi Delta Attention layers."""
+
+  linear_conv_kernel_dim: int = Field(4, description="Taps of the short convolutions before Kimi Delta Attention.")
+  use_kda_safe_gate: bool = Field(
+    False, description="Bound the log decay: kda_lower_bound * sigmoid(...) in place of -exp(A_log) * softplus(...)."
+  )
+  kda_lower_bound: float = Field(0.0, description="The bound of the safe gate, negative (Ling 3: -5); 0 without it.")
+  max_kda_segments: int = Field(
+    0,
+    description="The most segments (documents, or parts of them) that the rows of one device hold together; needed by "
+    "kda_implementation=tokamax and tops, 0 means no maximum.",
+  )
+  kda_implementation: str = Field(
+    "auto",
+    description="Kernels of Kimi Delta Attention: auto (pallas on TPU, xla elsewhere), pallas, xla, tokamax, tops or "
+    "reference.",
+  )
+
+
+class MaxTextConfig(release.MaxTextConfig, MegatronDataset, KimiDeltaAttention):
   """The release's config with the branch's keys."""
 
   @model_validator(mode="before")
@@ -74,8 +95,14 @@ class MaxTextConfig(release.MaxTextConfig, MegatronDataset):
       )
     return self
 
+  @model_validator(mode="after")
+  def validate_kimi_delta_attention(self) -> Self:
+    """Checks the keys of Kimi Delta Attention, and in a model that uses it what the run's other keys must allow."""
+    _kda_config.validate(self, uses_kda=_kda_config.uses_kda(self))
+    return self
 
-class RLConfig(release.RLConfig, release.MMapDataset, MegatronDataset):
+
+class RLConfig(release.RLConfig, release.MMapDataset, MegatronDataset, KimiDeltaAttention):
   """The release's reinforcement-learning config with the branch's keys, and with those of base.yml that it lacks.
 
   Without `MMapDataset` the release refuses its own base.yml here, and every YAML based on it (`post_train/rl_mt_jt.yml`).
