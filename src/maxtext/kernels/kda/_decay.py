@@ -5,8 +5,8 @@ The decay from token j to token i is the exponential of the sum of g over j+1..i
 each size h, the tokens i of a second half and j of the first half beside it meet at the border between them, where the
 decay is a product: exp(sum after the border up to i) * exp(sum after j up to the border). Both exponents are sums of
 numbers that are at most 0 and that lie between j and i, so nothing overflows, nothing cancels, and no other token has a
-say, however strong the decay. Each size costs one exponential for each number of the chunk, and one small matrix product for each
-pair of halves.
+say, however strong the decay. Each size costs one exponential for each number of the chunk, and one small matrix
+product for each pair of halves.
 
 Arrays are [X, C, K], X chunks of any row and head, C a power of two.
 """
@@ -66,8 +66,9 @@ def _pull_sums(sums: Sums, size: int) -> Sums:
   """Gradients of the sums within blocks of h from those of the sums within blocks of 2h."""
   before1, before2 = _halves(sums.before, size)
   after1, after2 = _halves(sums.after, size)
-  before1 = before1.at[:, :, -1].add(before2.sum(2))
-  before2 = before2.at[:, :, -1].add(after1.sum(2))
+  last = jnp.arange(size)[:, None] == size - 1  # the sum up to the last token is the total
+  before1 = before1 + jnp.where(last, before2.sum(2, keepdims=True), 0)
+  before2 = before2 + jnp.where(last, after1.sum(2, keepdims=True), 0)
   return Sums(_join(before1, before2), _join(after1, after2))
 
 

@@ -8,7 +8,7 @@ from maxtext.kernels.kda._types import Gate, Inputs, Options, Prepared, Segments
 
 _NORM_EPSILON = 1e-6
 # exp(A_log) is held below this power of e: larger rates saturate the gate all the same, and infinity times zero is NaN.
-_MAX_A_LOG = 80.0
+MAX_A_LOG = 80.0
 
 
 def compute_dtype(*arrays: jax.Array) -> jnp.dtype:
@@ -42,9 +42,10 @@ def log_decay(
   assert A_log is not None
   if dt_bias is not None:
     g = g + dt_bias.astype(g.dtype).reshape(g.shape[-2:])
-  rate = jnp.exp(jnp.minimum(A_log.astype(g.dtype), _MAX_A_LOG))[:, None]
+  rate = jnp.exp(jnp.minimum(A_log.astype(g.dtype), MAX_A_LOG))[:, None]
   if gate == "softplus":
     return -rate * jax.nn.softplus(g)
+  assert lower_bound is not None
   return lower_bound * jax.nn.sigmoid(rate * g)
 
 

@@ -81,5 +81,5 @@ def align(cu_seqlens: jax.Array, length: int, chunk_size: int) -> Aligned:
 
 def take(inputs: Inputs, tokens: jax.Array) -> Inputs:
   """The inputs with the tokens of the (only) row picked: q, k, v, g and beta of shape [1, len(tokens), ...]."""
-  picked = [jnp.take(x, tokens, axis=1) for x in inputs[:5]]
-  return Inputs(*picked, inputs.A_log, inputs.dt_bias)
+  q, k, v, g, beta = (jnp.take(x, tokens, axis=1) for x in inputs[:5])
+  return Inputs(q, k, v, g, beta, inputs.A_log, inputs.dt_bias)

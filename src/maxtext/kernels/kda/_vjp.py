@@ -67,7 +67,9 @@ def differentiable(forward: Forward, backward: Backward) -> Implementation:
     state = None if initial_state is None else initial_state.astype(dtype)
     dprepared, dinitial = backward(prepared, padded, residuals, state, do, dfinal, options)
     (dinputs,) = pull(dprepared)
-    return dinputs, None, None if initial_state is None else dinitial.astype(initial_state.dtype)
+    if initial_state is not None and dinitial is not None:
+      dinitial = dinitial.astype(initial_state.dtype)
+    return dinputs, None, dinitial
 
   run.defvjp(run_fwd, run_bwd)
   return run

@@ -23,11 +23,13 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from maxtext.kernels.kda import _decay, _prepare, _vjp
+from maxtext.kernels.kda import _decay, _platform, _prepare, _vjp
 from maxtext.kernels.kda._types import Options, Prepared, Segments
 
-# Chunks of all rows and heads that a group holds: enough to fill a device, few enough to bound the matrices in memory.
-_GROUP_CHUNKS = 128
+# Chunks of all rows and heads that a group holds, by platform: so many fit a core's cache on a CPU; elsewhere enough to
+# fill the device, few enough to bound the matrices in memory.
+_GROUP_CHUNKS = {"cpu": 16}
+_GROUP_CHUNKS_DEFAULT = 512
 
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
@@ -91,7 +93,8 @@ class _Layout(NamedTuple):
   def of(cls, prepared: Prepared, options: Options) -> "_Layout":
     batch, length, heads, _ = prepared.k.shape
     chunks = length // options.chunk_size
-    groups = -(-chunks * batch * heads // _GROUP_CHUNKS)
+    limit = _GROUP_CHUNKS.get(_platform.platform(), _GROUP_CHUNKS_DEFAULT)
+    groups = -(-chunks * batch * heads // limit)
     group = -(-chunks // min(groups, chunks))
     return cls(batch, heads, options.chunk_size, chunks, group, -(-chunks // group))
 
@@ -223,7 +226,9 @@ def _pull_chunks(chunks: _Chunks, m: _Matrices, before, writes, do, dafter, dwri
   dk_out = _einsum("xiv,xkv->xik", writes, dafter)
   dbeta = jnp.sum(dtargets * chunks.v, -1) - jnp.sum(dreads * m.k_in, -1) + jnp.sum(dsystem * m.pairs.kk, -1)
   dend = jnp.sum(dafter * before, -1) * m.end_decay[..., 0]
-  dbefore_sum = (dq_in * m.q_in + dk_in * m.k_in).at[:, -1].add(dend)
+  size = chunks.q.shape[1]
+  last = jnp.arange(size)[:, None] == size - 1
+  dbefore_sum = dq_in * m.q_in + dk_in * m.k_in + jnp.where(last, dend[:, None], 0)
   dpairs = _decay.Pairs(_einsum("xiv,xjv->xij", do, writes), chunks.beta * dsystem)
   dsums = _decay.Sums(dbefore_sum, dk_out * m.k_out)
   local = _decay.pull_pair_matrices(chunks.q, chunks.k, m.levels, dpairs, dsums)
@@ -257,7 +262,8 @@ def _backward(prepared: Prepared, segments: Segments, starts, initial_state, do,
 
   groups = _split_inputs(prepared, segments, layout), table, starts, layout.split(do)
   (dstate, dinitial), grads = lax.scan(step, (dstate, dinitial), groups, reverse=True)
-  dprepared = Prepared(*(layout.merge(x) for x in grads[:4]), layout.merge(grads.beta)[..., 0])
+  dq, dk, dv, dg, dbeta = (layout.merge(x) for x in grads)
+  dprepared = Prepared(dq, dk, dv, dg, dbeta[..., 0])
   if initial_state is None:
     return dprepared, None
   return dprepared, dinitial if table is not None else dstate.reshape(initial_state.shape)
