@@ -5,7 +5,6 @@
 kernels: both take packed rows as they are. `tokamax` and `tops` are adapters to other libraries' kernels.
 """
 
-import functools
 import importlib
 from typing import Literal
 
@@ -17,6 +16,8 @@ from maxtext.kernels.kda import _arguments, _platform, _segments
 from maxtext.kernels.kda._types import Inputs, Options, Segments
 
 Implementation = Literal["auto", "pallas", "xla", "tokamax", "tops", "reference"]
+
+_logged: set[str] = set()  # implementations whose choice was logged
 
 __all__ = ["Implementation", "chunk_kda", "resolve_implementation"]
 
@@ -124,17 +125,20 @@ def _with_segment_states(kda, inputs: Inputs, cu_seqlens, initial_state, options
   return o, jnp.where(empty[:, None, None, None], table.astype(final_state.dtype), final_state)
 
 
-def resolve_implementation(implementation: str) -> str:
+def resolve_implementation(implementation: str, platform: str | None = None) -> str:
   """The implementation that a name stands for here: "auto" is pallas on a TPU, xla elsewhere. Logged once for each
   answer.
 
-  The platform is that of the abstract mesh's device where one is set (ahead-of-time compilation), else JAX's default.
+  Args:
+    implementation: a name, or "auto".
+    platform: "tpu", "gpu" or "cpu". None: that of the abstract mesh's device where one is set (ahead-of-time
+      compilation), else JAX's default.
 
   Raises:
     ValueError: an unknown name.
   """
   if implementation == "auto":
-    platform = _platform.platform()
+    platform = platform or _platform.platform()
     name = "pallas" if platform == "tpu" else "xla"
     _log_choice(name, f"auto, on {platform}")
     return name
@@ -145,7 +149,9 @@ def resolve_implementation(implementation: str) -> str:
   return implementation
 
 
-@functools.cache
 def _log_choice(name: str, why: str) -> None:
-  """Logs a choice the first time that it is made."""
+  """Logs a choice the first time that it is made, with the first reason."""
+  if name in _logged:
+    return
+  _logged.add(name)
   logging.info("Kimi Delta Attention: implementation %s (%s).", name, why)
