@@ -22,6 +22,8 @@ MESHES = {
 if os.environ.get("HYPOTHESIS_PROFILE") == "long":
   MESHES["chunked"] = {"data": 2, "fsdp": 2, "tensor": 2, "kernel": "xla"}
   MESHES["chunked, context"] = {"context": 4, "fsdp": 2, "kernel": "xla"}
+  MESHES["explicit, context"] = {"context": 4, "tensor": 2, "shard_mode": "explicit"}
+  MESHES["expert as context"] = {"expert": 4, "fsdp": 2, "rule": "ep-as-cp"}
 # Float32 sums over tokens and features in another order: about 1e-6 of the largest number.
 TOLERANCE = 2e-5
 
@@ -69,12 +71,13 @@ def main(folder: Path) -> None:
   from maxtext.layers.attention_kda import KimiDeltaAttention
   from maxtext.utils import maxtext_utils, sharding
 
-  def configure(shard_mode="auto", balance="false", kernel="reference", **axes):
+  def configure(shard_mode="auto", balance="false", kernel="reference", rule="", **axes):
     keys = {f"ici_{axis}_parallelism": size for axis, size in {"fsdp": 1, **axes}.items()}
     keys |= {"base_emb_dim": 32, "base_num_query_heads": 4, "base_num_kv_heads": 4, "head_dim": 8, "dtype": "float32"}
     keys |= {"matmul_precision": "highest", "use_kda_safe_gate": "true", "kda_lower_bound": -5.0, "log_config": "false"}
     keys |= {"skip_jax_distributed_system": "true", "run_name": "t", "base_output_directory": folder, "hardware": "cpu"}
     keys |= {"shard_mode": shard_mode, "context_parallel_load_balance": balance, "kda_implementation": kernel}
+    keys |= {"custom_mesh_and_rule": rule} if rule else {}
     return pyconfig.initialize(["", "base.yml", *(f"{key}={value}" for key, value in keys.items())])
 
   def make(config, devices):

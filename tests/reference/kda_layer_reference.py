@@ -20,9 +20,9 @@ def test_the_golden_file_is_written_again(golden):
     assert {*file.files} == {*content, "provenance"}
     assert json.loads(str(file["provenance"]))["seed"] == golden.SEED
     for name, value in content.items():
-      # Other processors add float32 numbers in another order.
-      scale = np.abs(value).max()
-      np.testing.assert_allclose(file[name], value, rtol=0, atol=1e-6 * scale, err_msg=name)
+      # Other processors add numbers in another order, which moves an error in bfloat16 more than a float32 number.
+      tolerance = 0.1 if "/bfloat16/" in name else 1e-6
+      np.testing.assert_allclose(file[name], value, rtol=0, atol=tolerance * np.abs(value).max(), err_msg=name)
 
 
 def test_gates_are_not_all_at_a_bound(golden):

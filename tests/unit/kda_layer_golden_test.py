@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from flax import nnx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,6 +37,12 @@ PARAMETERS = {
     "norm/scale": ("o_norm.weight", (HEAD_DIM,)),
 }
 CONVOLUTIONS = ("query_conv/kernel", "key_conv/kernel", "value_conv/kernel")
+THEIR_NAMES = {
+    **{name: other for name, (other, _) in PARAMETERS.items()},
+    **dict.fromkeys(CONVOLUTIONS, "conv1d.weight"),
+    "output": "output",
+    "inputs": "inputs",
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +81,30 @@ def segment_ids(golden) -> np.ndarray:
   return ids
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
-def results(request, golden, tmp_path_factory):
-  """The gate's name, outputs, and gradients by our names."""
-  folder, epsilon = tmp_path_factory.mktemp("golden"), json.loads(str(golden["provenance"]))["epsilon"]
-  gate, kernel = request.param
-  layer = make_layer(read_config(folder, normalization_layer_epsilon=epsilon, kda_implementation=kernel, **GATES[gate]))
+def layer_and_parameters(golden, folder, gate, kernel, **keys):
+  epsilon = json.loads(str(golden["provenance"]))["epsilon"]
+  layer = make_layer(
+      read_config(folder, normalization_layer_epsilon=epsilon, kda_implementation=kernel, **GATES[gate], **keys)
+  )
   state = nnx.state(layer)
   parameters = in_our_form(lambda name: golden[f"parameters/{name}"])
   for path, leaf in nnx.to_flat_state(state):
-    leaf[...] = jnp.asarray(parameters["/".join(map(str, path))])
-  x, cotangents = pack(golden, "inputs"), pack(golden, "cotangents")
-  o, gradients, dx = runner(layer)(state, x, segment_ids(golden), cotangents)
+    leaf[...] = jnp.asarray(parameters["/".join(map(str, path))], leaf[...].dtype)
+  return layer, state
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request, golden, tmp_path_factory):
+  """The gate's name, a compiled run, and the parameters."""
+  layer, state = layer_and_parameters(golden, tmp_path_factory.mktemp("golden"), *request.param)
+  return request.param[0], runner(layer), state
+
+
+@pytest.fixture(scope="module")
+def results(case, golden):
+  """The gate's name, outputs, and gradients by our names."""
+  gate, run, state = case
+  o, gradients, dx = run(state, pack(golden, "inputs"), segment_ids(golden), pack(golden, "cotangents"))
   return gate, np.asarray(o), np.asarray(dx), flat(gradients)
 
 
@@ -102,3 +121,24 @@ def test_every_gradient(results, golden):
   assert {*gradients} == {*expected}
   differences = {name: relative(gradients[name], value) for name, value in expected.items()}
   assert max(differences.values()) < 1e-4, differences
+
+
+def test_bfloat16_errs_at_most_twice_as_much_as_theirs(case, golden, tmp_path):
+  """Both against float32 with the same rounded numbers; theirs is in the golden file."""
+  gate, run, state = case
+  keys = {"dtype": "bfloat16", "weight_dtype": "bfloat16", "matmul_precision": "default"}
+  layer, low = layer_and_parameters(golden, tmp_path, gate, "reference", **keys)
+  x, cotangents = (jnp.asarray(pack(golden, name), jnp.bfloat16) for name in ("inputs", "cotangents"))
+  exact = jax.tree.map(lambda wide, narrow: narrow.astype(wide.dtype), state, low)
+  found = runner(layer)(low, x, segment_ids(golden), cotangents)
+  expected = run(exact, x.astype(jnp.float32), segment_ids(golden), cotangents.astype(jnp.float32))
+  errors = {name: root_mean_square(value, flat(expected[1])[name]) for name, value in flat(found[1]).items()}
+  errors |= {"output": root_mean_square(found[0], expected[0]), "inputs": root_mean_square(found[2], expected[2])}
+  theirs = {name: float(golden[f"{gate}/bfloat16/{other}"]) for name, other in THEIR_NAMES.items()}
+  assert {*errors} == {*theirs}
+  assert all(errors[name] <= 2 * theirs[name] for name in theirs), (errors, theirs)
+
+
+def root_mean_square(found, expected) -> float:
+  found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+  return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

@@ -55,7 +55,7 @@ class KimiDeltaAttention(nnx.Module):
   (f, b and g); "out_proj". The kernel's output is "context", like an attention kernel's.
 
   Source: Kimi Linear (arXiv 2510.26692); Ling 3.0's layer, as in transformers' `bailing_hybrid`. Differences from that
-  code in low precision: the log decay is not rounded to the activations' dtype, and beta is computed in float32.
+  code in low precision: the log decay is not rounded to the activations' dtype, and beta and its projection are float32.
   """
 
   def __init__(self, config, layer_idx: int, mesh: Mesh, *, quant: Any = None, rngs: nnx.Rngs):
@@ -88,7 +88,8 @@ class KimiDeltaAttention(nnx.Module):
     self.key = self._projection(heads, _IN_KERNEL_AXES, quant, rngs)
     self.value = self._projection(heads, _IN_KERNEL_AXES, quant, rngs)
     self.forget_gate = self._projection(heads, _IN_KERNEL_AXES, quant, rngs)
-    self.beta = self._projection((self.num_heads,), _IN_KERNEL_AXES[:2], quant, rngs)
+    # In float32: it is small, and narrow products of bfloat16 are summed in bfloat16 on a CPU.
+    self.beta = self._projection((self.num_heads,), _IN_KERNEL_AXES[:2], quant, rngs, dtype=jnp.float32)
     self.output_gate = self._projection(heads, _IN_KERNEL_AXES, quant, rngs)
     self.query_conv, self.key_conv, self.value_conv = (
         ShortConvolution(
@@ -110,14 +111,14 @@ class KimiDeltaAttention(nnx.Module):
     )
     self.out = self._projection((config.emb_dim,), _OUT_KERNEL_AXES, quant, rngs, of=heads)
 
-  def _projection(self, features, axes, quant, rngs, of=None) -> DenseGeneral:
+  def _projection(self, features, axes, quant, rngs, of=None, dtype=None) -> DenseGeneral:
     config = self.config
     return DenseGeneral(
         in_features_shape=(config.emb_dim,) if of is None else of,
         out_features_shape=features,
         axis=(-1,) if of is None else (-2, -1),
         kernel_axes=axes,
-        dtype=config.dtype,
+        dtype=config.dtype if dtype is None else dtype,
         weight_dtype=config.weight_dtype,
         quant=quant,
         matmul_precision=config.matmul_precision,
@@ -165,7 +166,7 @@ class KimiDeltaAttention(nnx.Module):
         k=project(self.key, "key_proj"),
         v=project(self.value, "value_proj"),
         f=project(self.forget_gate, "kv_proj"),
-        beta=jax.nn.sigmoid(project(self.beta, "kv_proj").astype(jnp.float32)),
+        beta=jax.nn.sigmoid(project(self.beta, "kv_proj")),
         q_taps=self.query_conv.kernel[...],
         k_taps=self.key_conv.kernel[...],
         v_taps=self.value_conv.kernel[...],
