@@ -205,9 +205,13 @@ def main(dtype: str) -> None:
 
 
 def answers_of(dtype: str) -> dict:
+  settings = {
+      "PYTHONPATH": os.pathsep.join(sys.path),
+      "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of the time
+  }
   done = subprocess.run(
       [sys.executable, __file__, dtype],
-      env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+      env=os.environ | settings,
       capture_output=True,
       text=True,
       timeout=600,
