@@ -83,9 +83,8 @@ def test_the_bound_of_tokamax_is_the_installed_one():
 
   wide, flat = jnp.ones((1, 1, 64, 16)), jnp.ones((1, 1, 64))
   with pytest.raises(ValueError, match=rf"\[{_kda_config._TOKAMAX_BOUND:g}, 0\)"):
-    api.kimi_delta_attention(
-        wide, wide, wide, wide, flat, a_log=flat[0, 0, :1], use_gate_in_kernel=True, lower_bound=-5.5, implementation="xla"
-    )
+    gate = {"a_log": flat[0, 0, :1], "use_gate_in_kernel": True, "lower_bound": -5.5}
+    api.kimi_delta_attention(wide, wide, wide, wide, flat, **gate, implementation="xla")
 
 
 AXES = ["ici_context_parallelism", "dcn_context_parallelism", "ici_context_usp_ulysses_parallelism"]
