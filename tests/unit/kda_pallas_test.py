@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import numpy as np
 import pytest
-from support import one_sentence
 
 from maxtext.kernels.kda import chunk_kda
+from support import one_sentence
 
 ROWS, LENGTH, HEADS, KEYS, VALUES = 2, 130, 2, 16, 8
 NAMES = ("o", "final state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")

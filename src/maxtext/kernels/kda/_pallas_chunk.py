@@ -47,8 +47,8 @@ def tables(chunk_size: int, dtype: jnp.dtype) -> Tables:
 class Rows(NamedTuple):
   """A chunk's tokens.
 
-  q, k, g: [C, K]. v: [C, V]. beta: [1, C]. segment: [1, C], how far the segment's id is above that of the token
-  before the chunk, as floating point: 0 where the incoming state belongs to the row.
+  q, k, g: [C, K]. v: [C, V]. beta: [1, C]. segment: [1, C], how far the segment's id is above that of the token before
+  the chunk, as floating point: 0 where the incoming state belongs to the row.
   """
 
   q: jax.Array
@@ -60,24 +60,25 @@ class Rows(NamedTuple):
 
 
 class Pairs(NamedTuple):
-  """What a chunk's rows are to each other.
+  """What a chunk's rows are to each other. Arrays of 2 C rows are for the keys and, below them, for the queries.
 
-  decays: for each level [C, K], the factor of a row as a row or column of that level's pairs.
-  start: [C, K], decay from the incoming state to a row, 0 in later segments.
+  levels: for each level [2 C, K], the rows times the factors of that level.
+  decays: for each level [2 C, K], those factors.
+  start: [2 C, K], decay from the incoming state to a row, 0 in later segments.
   end: [C, K], decay from a row to the outgoing state, 0 in earlier segments.
-  relation: [C, C], as in Tables, with -2 between segments.
+  relation: [2 C, C], as in Tables, with -2 between segments.
   beta: [C, 1].
-  kk, qk: [C, C], decayed products k_i k_j for j < i, and q_i k_j for j <= i; 0 between segments.
-  inverse: [C, C], of I + beta kk.
+  products: [2 C, C], decayed products k_i k_j for j < i, and q_i k_j for j <= i; 0 between segments.
+  inverse: [C, C], of I + beta k_i k_j.
   """
 
+  levels: list[jax.Array]
   decays: list[jax.Array]
   start: jax.Array
   end: jax.Array
   relation: jax.Array
   beta: jax.Array
-  kk: jax.Array
-  qk: jax.Array
+  products: jax.Array
   inverse: jax.Array
 
 
@@ -92,6 +93,10 @@ def _dot_bt(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _dot_at(a: jax.Array, b: jax.Array) -> jax.Array:
   return _dot(a, b, 0, 0)
+
+
+def _stack(a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.concatenate([a, b], axis=0)
 
 
 def _column(row: jax.Array, diagonal: jax.Array) -> jax.Array:
@@ -109,32 +114,34 @@ def _pairs(rows: Rows, sums: jax.Array, relation: jax.Array) -> Pairs:
   diagonal = relation == _DIAGONAL
   segment = _column(rows.segment, diagonal)
   relation = jnp.where(segment == rows.segment, relation, _APART)
+  relation = _stack(relation, relation)
   beta = _column(rows.beta, diagonal)
 
   decays = jnp.exp(_dot(sums, rows.g))
   *decays, start, end = [decays[n : n + size] for n in range(0, decays.shape[0], size)]
   start = jnp.where(segment == 0, start, 0.0)
   end = jnp.where(segment == segment[size - 1 :], end, 0.0)
+  decays, start = [_stack(decay, decay) for decay in decays], _stack(start, start)
 
-  kk = jnp.zeros((size, size), rows.k.dtype)
-  qk = jnp.where(diagonal, jnp.sum(rows.q * rows.k, axis=1, keepdims=True), 0.0)
-  inverse = jnp.where(diagonal, 1.0, 0.0).astype(rows.k.dtype)
-  for level, decay in enumerate(decays):
-    here = relation == level
-    k = rows.k * decay
-    kk_level = jnp.where(here, _dot_bt(k, k), 0.0)
-    qk = jnp.where(here, _dot_bt(rows.q * decay, k), qk)
-    kk = kk + kk_level
+  both = _stack(rows.k, rows.q)
+  levels = [both * decay for decay in decays]
+  identity = jnp.where(diagonal, 1.0, 0.0).astype(both.dtype)
+  inverse = identity
+  products = _stack(jnp.zeros_like(identity), identity * jnp.sum(rows.q * rows.k, axis=1, keepdims=True))
+  for number, level in enumerate(levels):
+    here = jnp.where(relation == number, _dot_bt(level, level[:size]), 0.0)
+    products = products + here
     # Blocks of 2 h rows from their halves: [[a, 0], [x, b]]^-1 = [[a^-1, 0], [-b^-1 x a^-1, b^-1]].
-    inverse = inverse - _dot(_dot(inverse, beta * kk_level), inverse)
-  return Pairs(decays, start, end, relation, beta, kk, qk, inverse)
+    below = beta * here[:size]
+    inverse = inverse - (_dot(_dot(inverse, below), inverse) if number else below)
+  return Pairs(levels, decays, start, end, relation, beta, products, inverse)
 
 
-def forward(rows: Rows, state: jax.Array, sums: jax.Array, relation: jax.Array, scale: float):
+def forward(q, k, v, g, beta, state, segment, sums, relation, *, scale: float):
   """A chunk's outputs and the state behind it.
 
   Args:
-    rows: the tokens.
+    q, k, v, g, beta, segment: as in Rows.
     state: [V, K], before the chunk.
     sums, relation: of Tables.
     scale: of the outputs.
@@ -142,19 +149,19 @@ def forward(rows: Rows, state: jax.Array, sums: jax.Array, relation: jax.Array, 
   Returns:
     o [C, V]; the state [V, K] after the chunk.
   """
-  pairs = _pairs(rows, sums, relation)
-  u = _dot(pairs.inverse, pairs.beta * (rows.v - _dot_bt(rows.k * pairs.start, state)))
-  o = scale * (_dot_bt(rows.q * pairs.start, state) + _dot(pairs.qk, u))
-  return o, state * pairs.start[-1:] + _dot_at(u, rows.k * pairs.end)
+  size = k.shape[0]
+  pairs = _pairs(Rows(q, k, v, g, beta, segment), sums, relation)
+  from_state = _dot_bt(_stack(k, q) * pairs.start, state)
+  u = _dot(pairs.inverse, pairs.beta * (v - from_state[:size]))
+  o = scale * (from_state[size:] + _dot(pairs.products[size:], u))
+  return o, state * pairs.start[size - 1 : size] + _dot_at(u, k * pairs.end)
 
 
-def backward(
-    rows: Rows, state: jax.Array, do: jax.Array, dstate: jax.Array, sums: jax.Array, relation: jax.Array, scale: float
-):
+def backward(q, k, v, g, beta, state, do, dstate, segment, sums, relation, *, scale: float):
   """Gradients of a chunk.
 
   Args:
-    rows: the tokens.
+    q, k, v, g, beta, segment: as in Rows.
     state: [V, K], before the chunk.
     do: [C, V], gradient of the outputs.
     dstate: [V, K], gradient of the state after the chunk.
@@ -164,44 +171,46 @@ def backward(
   Returns:
     Gradients of q, k, v, g (as the rows), of beta [1, C], and of the state before the chunk [V, K].
   """
-  q, k = rows.q, rows.k
-  pairs = _pairs(rows, sums, relation)
-  start, end = pairs.start, pairs.end
-  error = rows.v - _dot_bt(k * start, state)
+  size = k.shape[0]
+  pairs = _pairs(Rows(q, k, v, g, beta, segment), sums, relation)
+  both = _stack(k, q)
+  at_start, at_end = both * pairs.start, k * pairs.end
+  error = v - _dot_bt(at_start[:size], state)
   u = _dot(pairs.inverse, pairs.beta * error)
 
   do = scale * do
-  du = _dot_at(pairs.qk, do) + _dot_bt(k * end, dstate)
+  du = _dot_at(pairs.products[size:], do) + _dot_bt(at_end, dstate)
   dscaled = _dot_at(pairs.inverse, du)  # of beta * error
+  dsystem = -_dot_bt(dscaled, u)  # of beta * the keys' products, also where those are masked
+  dbeta = jnp.sum(dscaled * error, axis=1, keepdims=True)
+  dbeta += jnp.sum(dsystem * pairs.products[:size], axis=1, keepdims=True)
   derror = pairs.beta * dscaled
-  dqk = _dot_bt(do, u)
-  dsystem = -_dot_bt(dscaled, u)  # of beta * kk
-  # `dsystem` is wanted where kk is not masked; there kk is 0, and so is the product.
-  dbeta = jnp.sum(dscaled * error, axis=1, keepdims=True) + jnp.sum(dsystem * pairs.kk, axis=1, keepdims=True)
-  dkk = pairs.beta * dsystem
+  dproducts = _stack(pairs.beta * dsystem, _dot_bt(do, u))
 
   # Through the incoming and the outgoing state.
-  dq_start, dk_start, dk_end = _dot(do, state), -_dot(derror, state), _dot(u, dstate)
-  last = start[-1:]
-  dprevious = dstate * last + _dot_at(do, q * start) - _dot_at(derror, k * start)
+  dfrom_state = _stack(-derror, do)
+  last = pairs.start[size - 1 : size]
+  dprevious = dstate * last + _dot_at(dfrom_state, at_start)
+  dboth = _dot(dfrom_state, state) * pairs.start
+  dstart = _halves(dboth * both)
   dlast = last * jnp.sum(state * dstate, axis=0, keepdims=True)
-  at_end = lax.broadcasted_iota(jnp.int32, start.shape, 0) == start.shape[0] - 1
-  dstart = (dq_start * q + dk_start * k) * start + jnp.where(at_end, dlast, 0.0)
+  dstart += jnp.where(lax.broadcasted_iota(jnp.int32, dstart.shape, 0) == size - 1, dlast, 0.0)
+  dk_end = _dot(u, dstate) * pairs.end
 
   # Between the chunk's rows.
-  diagonal = pairs.relation == _DIAGONAL
-  dself = jnp.sum(jnp.where(diagonal, dqk, 0.0), axis=1, keepdims=True)
-  dq = dq_start * start + dself * k
-  dk = dk_start * start + dk_end * end + dself * q
+  dself = jnp.sum(jnp.where(pairs.relation[size:] == _DIAGONAL, dproducts[size:], 0.0), axis=1, keepdims=True)
+  dboth += _stack(dk_end + dself * q, dself * k)
   dsums = []
-  for level, decay in enumerate(pairs.decays):
-    here = pairs.relation == level
-    q_level, k_level = q * decay, k * decay
-    dqk_level, dkk_level = jnp.where(here, dqk, 0.0), jnp.where(here, dkk, 0.0)
-    dq_level = _dot(dqk_level, k_level) * decay
-    dk_level = (_dot(dkk_level, k_level) + _dot_at(dkk_level, k_level) + _dot_at(dqk_level, q_level)) * decay
-    dq, dk = dq + dq_level, dk + dk_level
-    dsums.append(dq_level * q + dk_level * k)
-  dsums += [dstart, dk_end * k * end]
-  dg = _dot_at(sums, jnp.concatenate(dsums))
-  return dq, dk, derror, dg, _row(dbeta, diagonal), dprevious
+  for number, (level, decay) in enumerate(zip(pairs.levels, pairs.decays, strict=True)):
+    here = jnp.where(pairs.relation == number, dproducts, 0.0)
+    dlevel = _dot(here, level[:size])
+    dlevel = _stack(dlevel[:size] + _dot_at(here, level), dlevel[size:])
+    dboth += dlevel * decay
+    dsums.append(_halves(dlevel * level))
+  dg = _dot_at(sums, jnp.concatenate([*dsums, dstart, dk_end * k], axis=0))
+  return dboth[size:], dboth[:size], derror, dg, _row(dbeta, relation == _DIAGONAL), dprevious
+
+
+def _halves(x: jax.Array) -> jax.Array:
+  """[2 C, K] to [C, K]: the sum of the keys' and the queries' rows."""
+  return x[: x.shape[0] // 2] + x[x.shape[0] // 2 :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi Delta Attention on TPU: a pair of Pallas kernels, one program for each chunk of each head.
+"""Kimi Delta Attention on TPU: a pair of Pallas kernels, one program for each chunk of a few heads.
 
 Packed rows cost what unpacked rows cost: a chunk may hold several segments, pairs of different segments are masked, and
 the carried state is dropped at a border. Without a TPU the kernels run in Pallas' interpret mode. Kept for the backward
@@ -41,13 +41,6 @@ def _rows(prepared: Prepared, segments: Segments, chunk_size: int) -> _pallas_ch
   return _pallas_chunk.Rows(q, k, v, g, beta, segment[:, :, None].astype(k.dtype))
 
 
-def _slots(segments: Segments, batch: int, chunks: int) -> jax.Array:
-  """For each chunk of each row its entry of the state table, [B * N]."""
-  if segments.slots is not None:
-    return segments.slots.reshape(-1)
-  return jnp.repeat(jnp.arange(batch, dtype=jnp.int32), chunks)
-
-
 def _keep_unused(table: jax.Array, before: jax.Array, segments: Segments) -> jax.Array:
   """The state table that a kernel wrote, with the entries that no chunk belongs to, not written, as they were before."""
   if segments.slots is None:
@@ -63,7 +56,7 @@ def _forward(prepared: Prepared, segments: Segments, initial_state: jax.Array | 
     initial = jnp.zeros((batch, heads, prepared.v.shape[-1], keys), prepared.v.dtype)
   else:
     initial = jnp.swapaxes(initial_state, 2, 3)
-  slots = _slots(segments, batch, length // options.chunk_size)
+  slots = None if segments.slots is None else segments.slots.reshape(-1)
   rows = _rows(prepared, segments, options.chunk_size)
   o, states, final = _pallas_forward.forward(rows, initial, slots, **settings)
   final = jnp.swapaxes(_keep_unused(final, initial, segments), 2, 3) if options.output_final_state else None
@@ -86,7 +79,7 @@ def _backward(
     dfinal = jnp.zeros((entries, heads, prepared.v.shape[-1], keys), prepared.v.dtype)
   else:
     dfinal = jnp.swapaxes(dfinal, 2, 3).astype(prepared.v.dtype)
-  slots = _slots(segments, batch, length // options.chunk_size)
+  slots = None if segments.slots is None else segments.slots.reshape(-1)
   rows = _rows(prepared, segments, options.chunk_size)
   *gradients, dinitial = _pallas_backward.backward(rows, states, _heads_first(do), dfinal, slots, **settings)
   dq, dk, dv, dg, dbeta = gradients
