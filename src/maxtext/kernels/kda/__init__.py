@@ -62,13 +62,14 @@ def chunk_kda(
     output_final_state: return the state after each row's last segment, or after each segment of cu_seqlens.
     use_qk_l2norm_in_kernel: normalise q and k over K, with 1e-6 added to the sum of squares.
     use_gate_in_kernel: g is the gate's input: g <- -exp(A_log) * softplus(g + dt_bias).
-    safe_gate: with use_gate_in_kernel, g <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
+    safe_gate: with use_gate_in_kernel, g <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). Without it, a promise that
+      g is above lower_bound, which only tokamax needs.
     lower_bound: negative; the bound of the safe gate.
     segment_ids: integer [B, T]; 0 is padding (zero output, no influence), any other change of value starts a document. A
       row's start is always a border. There is no maximum, and no cost.
     cu_seqlens: integer [N + 1], B = 1: the offsets of the segments in the row, 0 first. Empty segments are allowed;
-      tokens after the last offset are padding. A last offset of -1 (more segments than places) gives NaN. With states,
-      the row is copied so that every segment starts at a chunk.
+      tokens after the last offset are padding. A last offset of -1 (more segments than places) gives NaN, and so do
+      offsets that fall. With states, the row is copied so that every segment starts at a chunk.
     chunk_size: tokens that are computed together, a power of two from 16 on.
     implementation: "auto" (pallas on a TPU, xla elsewhere), "pallas", "xla", "tokamax", "tops" or "reference".
 
@@ -91,6 +92,8 @@ def chunk_kda(
       chunk_size=chunk_size,
       output_final_state=output_final_state,
   )
+  if cu_seqlens is not None:
+    cu_seqlens = jnp.asarray(cu_seqlens)
   name = resolve_implementation(implementation)
   if name in ("tokamax", "tops"):
     external = importlib.import_module("maxtext.kernels.kda.external")

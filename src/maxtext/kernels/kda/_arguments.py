@@ -47,6 +47,10 @@ def gate_of(inputs: Inputs, use_gate_in_kernel: bool, safe_gate: bool, lower_bou
   Raises:
     ValueError: they contradict each other.
   """
+  if lower_bound is not None and not safe_gate:
+    raise ValueError(
+        f"lower_bound is {lower_bound} and safe_gate is False; set safe_gate to True, or lower_bound to None."
+    )
   if not use_gate_in_kernel:
     if inputs.A_log is not None or inputs.dt_bias is not None:
       given = "A_log" if inputs.A_log is not None else "dt_bias"
@@ -56,10 +60,6 @@ def gate_of(inputs: Inputs, use_gate_in_kernel: bool, safe_gate: bool, lower_bou
     heads = inputs.q.shape[2]
     raise ValueError(f"use_gate_in_kernel is True and A_log is None; pass A_log of shape [H] = ({heads},).")
   if not safe_gate:
-    if lower_bound is not None:
-      raise ValueError(
-          f"lower_bound is {lower_bound} and safe_gate is False; set safe_gate to True, or lower_bound to None."
-      )
     return "softplus"
   if lower_bound is None or not -float(np.finfo(np.float32).max) < lower_bound < 0:
     raise ValueError(
@@ -70,7 +70,7 @@ def gate_of(inputs: Inputs, use_gate_in_kernel: bool, safe_gate: bool, lower_bou
 
 def check_chunk_size(chunk_size: int) -> None:
   """Raises ValueError unless the chunk size is a power of two from 16 on."""
-  if chunk_size < 16 or chunk_size & (chunk_size - 1):
+  if not isinstance(chunk_size, int) or chunk_size < 16 or chunk_size & (chunk_size - 1):
     raise ValueError(f"chunk_size is {chunk_size}; a power of two from 16 on is needed (64).")
 
 
@@ -90,12 +90,12 @@ def check_segments(inputs: Inputs, segment_ids: jax.Array | None, cu_seqlens: ja
     _expect("segment_ids", segment_ids, tuple(q.shape[:2]), "[B, T]", f"q of shape {tuple(q.shape)}")
     _check_integers("segment_ids", segment_ids)
   if cu_seqlens is not None:
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+      raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; [N + 1] for N >= 1 segments is needed.")
     if q.shape[0] != 1:
       raise ValueError(
           f"cu_seqlens is given with q of shape {tuple(q.shape)}; it needs B = 1 (flatten the rows into one)."
       )
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-      raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; [N + 1] for N >= 1 segments is needed.")
     _check_integers("cu_seqlens", cu_seqlens)
     _check_offsets(cu_seqlens, q.shape[1])
 

@@ -38,8 +38,8 @@ def from_cu_seqlens(cu_seqlens: jax.Array, length: int) -> Segments:
 
 
 def overflowed(cu_seqlens: jax.Array) -> jax.Array:
-  """bool [], whether the offsets were marked as not holding every segment (the last one is -1)."""
-  return cu_seqlens[-1] < 0
+  """bool [], whether the offsets were marked as not holding every segment (the last one is -1), or fall elsewhere."""
+  return (cu_seqlens[1:] < cu_seqlens[:-1]).any()
 
 
 class Aligned(NamedTuple):

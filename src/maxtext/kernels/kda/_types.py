@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
 class Segments(NamedTuple):
   """Where the documents of packed rows lie. All None: each row is one document.
 
-  ids: int32 [B, T], starts at 0 and never falls within a row. Padding carries the id of the segment before it, leading
+  ids: int32 [B, T], at least 0, and never falls within a row. Padding carries the id of the segment before it, leading
     padding that of the first segment.
   real: bool [B, T], False at padding.
   slots: int32 [B, N], only where every chunk holds one segment: the entry of the state table that each chunk belongs to.
