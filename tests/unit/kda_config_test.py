@@ -70,7 +70,6 @@ def test_a_bound_without_the_safe_gate_is_refused():
         (TOKAMAX | {"max_kda_segments": 0}, "max_kda_segments is 0 and kda_implementation is tokamax"),
         (TOKAMAX | {"use_kda_safe_gate": False, "kda_lower_bound": 0.0}, "use_kda_safe_gate is false and kda_impl"),
         (TOKAMAX | {"kda_lower_bound": -5.5}, "kda_lower_bound is -5.5 and kda_implementation is tokamax"),
-        (TOKAMAX | {"max_target_length": 100}, "max_target_length is 100 and kda_implementation is tokamax"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -125,8 +125,3 @@ def _of_tokamax(config) -> Iterator[str]:
         f"kda_lower_bound is {config.kda_lower_bound} and kda_implementation is tokamax, which takes {_TOKAMAX_BOUND:g} "
         "or more; use auto."
     )
-  if config.max_target_length % _CHUNK:
-    yield (
-        f"max_target_length is {config.max_target_length} and kda_implementation is tokamax, which takes multiples of "
-        f"{_CHUNK} tokens; change the length, or use auto."
-    )

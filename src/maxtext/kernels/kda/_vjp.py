@@ -19,8 +19,9 @@ Backward = Callable[
 ]
 Implementation = Callable[[Inputs, Segments, jax.Array | None, Options], tuple[jax.Array, jax.Array | None]]
 
-# The name of the saved chunk states, for checkpoint policies.
-STATES = "kda_states"
+# For rematerialization, the states between chunks have the name that the release gives to what its attention kernels keep:
+# a policy that saves it has both the output and the states, and runs no forward kernel again.
+RESIDUALS = "context"
 
 
 def differentiable(forward: Forward, backward: Backward) -> Implementation:
@@ -52,7 +53,7 @@ def differentiable(forward: Forward, backward: Backward) -> Implementation:
 
   def run_fwd(inputs, segments, initial_state, options):
     outputs, residuals = run_forward(inputs, segments, initial_state, options)
-    residuals = jax.tree.map(lambda x: checkpoint_name(x, STATES), residuals)
+    residuals = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS), residuals)
     return outputs, (inputs, segments, initial_state, residuals)
 
   def run_bwd(options, saved, cotangents):
