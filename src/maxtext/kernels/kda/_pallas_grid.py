@@ -2,6 +2,7 @@
 """Which program of a TPU kernel sees which block of the arrays: one program for each chunk of each group of heads."""
 
 from collections.abc import Callable
+import functools
 
 import jax
 from jax.experimental import pallas as pl
@@ -69,7 +70,7 @@ class Grid:
     arrays, in_specs = zip(*inputs, strict=True)
     shapes, out_specs = zip(*outputs, strict=True)
     return pl.pallas_call(
-        kernel if self._slots else lambda *references: kernel(None, *references),
+        kernel if self._slots else functools.partial(kernel, None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(self._slots),
             grid=self.shape,
