@@ -12,7 +12,7 @@ from maxtext.kernels.kda._pallas_grid import Grid
 
 
 def _kernel(
-    slots, sums, relation, q, k, v, g, beta, segment, states, do, dfinal, dq, dk, dv, dg, dbeta, dinitial, carried, *,
+    slots, sums, relation, q, k, v, g, beta, states, do, dfinal, dq, dk, dv, dg, dbeta, dinitial, carried, *,
     scale,
 ):  # fmt: skip
   step = pl.program_id(2)
@@ -26,7 +26,7 @@ def _kernel(
     carried[...] = dfinal[...]
 
   group = q.shape[0]
-  shared = [jnp.broadcast_to(x[...], (group, *x.shape)) for x in (segment, sums, relation)]
+  shared = [jnp.broadcast_to(x[...], (group, *x.shape)) for x in (sums, relation)]
   heads = jax.vmap(functools.partial(chunk.backward, scale=scale))
   dq[...], dk[...], dv[...], dg[...], dbeta[...], dstate = heads(
       q[...], k[...], v[...], g[...], beta[...], states[...], do[...], carried[...], *shared
@@ -53,7 +53,7 @@ def backward(rows, states, do, dfinal, slots, *, scale: float, chunk_size: int, 
   """
   grid = Grid(rows, chunk_size, slots, backwards=True)
   tables = chunk.tables(chunk_size, rows.k.dtype)
-  tokens = list(zip(rows, [grid.keys, grid.keys, grid.values, grid.keys, grid.beta, grid.segment], strict=True))
+  tokens = list(zip(rows, [grid.keys, grid.keys, grid.values, grid.keys, grid.beta], strict=True))
   return grid.run(
       functools.partial(_kernel, scale=scale),
       inputs=[
@@ -63,7 +63,7 @@ def backward(rows, states, do, dfinal, slots, *, scale: float, chunk_size: int, 
           (do, grid.values),
           (dfinal, grid.entry),
       ],
-      outputs=[*((x.shape, block) for x, block in tokens[:5]), (dfinal.shape, grid.entry)],
+      outputs=[*((x.shape, block) for x, block in tokens), (dfinal.shape, grid.entry)],
       name="kda_backward",
       interpret=interpret,
   )

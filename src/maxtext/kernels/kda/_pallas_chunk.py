@@ -5,7 +5,7 @@ C rows, a power of two of at least 8. Two rows j < i belong to the level h, the 
 lie in the lower and the upper half of one block of 2 h rows. Their decay is the product of a factor of row i, from the
 middle of the block to i, and one of row j, from j to the middle. So at each level one array of exponents serves rows and
 columns, and a matrix product gives all pairs. Every exponent is a sum of log decays between two rows of the block, at
-most 0: nothing overflows, and nothing cancels.
+most 0: nothing overflows, and nothing cancels. Between segments lies a decay of zero.
 
 States are kept transposed, [V, K], so that the decay of the key channels runs along the lanes.
 """
@@ -26,7 +26,8 @@ class Tables(NamedTuple):
 
   sums: [(L + 2) * C, C], zeros and ones: times g it gives, one below the other, the exponents of each level, those from
     the chunk's start up to and with a row, and those from behind a row to the chunk's end.
-  relation: [C, C]: the level's number where the column lies before the row, -1 on the diagonal, -2 behind it.
+  relation: [2 C, C], twice the same [C, C]: the level's number where the column lies before the row, -1 on the diagonal,
+    -2 behind it.
   """
 
   sums: np.ndarray
@@ -41,22 +42,17 @@ def tables(chunk_size: int, dtype: jnp.dtype) -> Tables:
   sums = [((i ^ j) < (1 << n)) & np.where(i & (1 << n), before, behind) for n in range(levels)]
   relation = np.floor(np.log2(np.maximum(i ^ j, 1)))
   relation = np.where(j < i, relation, np.where(i == j, _DIAGONAL, _APART))
-  return Tables(np.concatenate([*sums, before, behind]).astype(dtype), relation.astype(dtype))
+  return Tables(np.concatenate([*sums, before, behind]).astype(dtype), np.concatenate([relation, relation]).astype(dtype))
 
 
 class Rows(NamedTuple):
-  """A chunk's tokens.
-
-  q, k, g: [C, K]. v: [C, V]. beta: [1, C]. segment: [1, C], how far the segment's id is above that of the token before
-  the chunk, as floating point: 0 where the incoming state belongs to the row.
-  """
+  """A chunk's tokens: q, k [C, K]; v [C, V]; beta [1, C]; g [C, K], `_prepare.BORDER` where a segment starts."""
 
   q: jax.Array
   k: jax.Array
   v: jax.Array
   g: jax.Array
   beta: jax.Array
-  segment: jax.Array
 
 
 class Pairs(NamedTuple):
@@ -64,11 +60,10 @@ class Pairs(NamedTuple):
 
   levels: for each level [2 C, K], the rows times the factors of that level.
   decays: for each level [2 C, K], those factors.
-  start: [2 C, K], decay from the incoming state to a row, 0 in later segments.
-  end: [C, K], decay from a row to the outgoing state, 0 in earlier segments.
-  relation: [2 C, C], as in Tables, with -2 between segments.
+  start: [2 C, K], decay from the incoming state to a row.
+  end: [C, K], decay from a row to the outgoing state.
   beta: [C, 1].
-  products: [2 C, C], decayed products k_i k_j for j < i, and q_i k_j for j <= i; 0 between segments.
+  products: [2 C, C], decayed products k_i k_j for j < i, and q_i k_j for j <= i.
   inverse: [C, C], of I + beta k_i k_j.
   """
 
@@ -76,7 +71,6 @@ class Pairs(NamedTuple):
   decays: list[jax.Array]
   start: jax.Array
   end: jax.Array
-  relation: jax.Array
   beta: jax.Array
   products: jax.Array
   inverse: jax.Array
@@ -111,16 +105,11 @@ def _row(column: jax.Array, diagonal: jax.Array) -> jax.Array:
 
 def _pairs(rows: Rows, sums: jax.Array, relation: jax.Array) -> Pairs:
   size = rows.k.shape[0]
-  diagonal = relation == _DIAGONAL
-  segment = _column(rows.segment, diagonal)
-  relation = jnp.where(segment == rows.segment, relation, _APART)
-  relation = _stack(relation, relation)
+  diagonal = relation[:size] == _DIAGONAL
   beta = _column(rows.beta, diagonal)
 
   decays = jnp.exp(_dot(sums, rows.g))
   *decays, start, end = [decays[n : n + size] for n in range(0, decays.shape[0], size)]
-  start = jnp.where(segment == 0, start, 0.0)
-  end = jnp.where(segment == segment[size - 1 :], end, 0.0)
   decays, start = [_stack(decay, decay) for decay in decays], _stack(start, start)
 
   both = _stack(rows.k, rows.q)
@@ -134,14 +123,14 @@ def _pairs(rows: Rows, sums: jax.Array, relation: jax.Array) -> Pairs:
     # Blocks of 2 h rows from their halves: [[a, 0], [x, b]]^-1 = [[a^-1, 0], [-b^-1 x a^-1, b^-1]].
     below = beta * here[:size]
     inverse = inverse - (_dot(_dot(inverse, below), inverse) if number else below)
-  return Pairs(levels, decays, start, end, relation, beta, products, inverse)
+  return Pairs(levels, decays, start, end, beta, products, inverse)
 
 
-def forward(q, k, v, g, beta, state, segment, sums, relation, *, scale: float):
+def forward(q, k, v, g, beta, state, sums, relation, *, scale: float):
   """A chunk's outputs and the state behind it.
 
   Args:
-    q, k, v, g, beta, segment: as in Rows.
+    q, k, v, g, beta: as in Rows.
     state: [V, K], before the chunk.
     sums, relation: of Tables.
     scale: of the outputs.
@@ -150,18 +139,18 @@ def forward(q, k, v, g, beta, state, segment, sums, relation, *, scale: float):
     o [C, V]; the state [V, K] after the chunk.
   """
   size = k.shape[0]
-  pairs = _pairs(Rows(q, k, v, g, beta, segment), sums, relation)
+  pairs = _pairs(Rows(q, k, v, g, beta), sums, relation)
   from_state = _dot_bt(_stack(k, q) * pairs.start, state)
   u = _dot(pairs.inverse, pairs.beta * (v - from_state[:size]))
   o = scale * (from_state[size:] + _dot(pairs.products[size:], u))
   return o, state * pairs.start[size - 1 : size] + _dot_at(u, k * pairs.end)
 
 
-def backward(q, k, v, g, beta, state, do, dstate, segment, sums, relation, *, scale: float):
+def backward(q, k, v, g, beta, state, do, dstate, sums, relation, *, scale: float):
   """Gradients of a chunk.
 
   Args:
-    q, k, v, g, beta, segment: as in Rows.
+    q, k, v, g, beta: as in Rows.
     state: [V, K], before the chunk.
     do: [C, V], gradient of the outputs.
     dstate: [V, K], gradient of the state after the chunk.
@@ -172,7 +161,7 @@ def backward(q, k, v, g, beta, state, do, dstate, segment, sums, relation, *, sc
     Gradients of q, k, v, g (as the rows), of beta [1, C], and of the state before the chunk [V, K].
   """
   size = k.shape[0]
-  pairs = _pairs(Rows(q, k, v, g, beta, segment), sums, relation)
+  pairs = _pairs(Rows(q, k, v, g, beta), sums, relation)
   both = _stack(k, q)
   at_start, at_end = both * pairs.start, k * pairs.end
   error = v - _dot_bt(at_start[:size], state)
@@ -181,7 +170,7 @@ def backward(q, k, v, g, beta, state, do, dstate, segment, sums, relation, *, sc
   do = scale * do
   du = _dot_at(pairs.products[size:], do) + _dot_bt(at_end, dstate)
   dscaled = _dot_at(pairs.inverse, du)  # of beta * error
-  dsystem = -_dot_bt(dscaled, u)  # of beta * the keys' products, also where those are masked
+  dsystem = -_dot_bt(dscaled, u)  # of beta * the keys' products, also where those are zero
   dbeta = jnp.sum(dscaled * error, axis=1, keepdims=True)
   dbeta += jnp.sum(dsystem * pairs.products[:size], axis=1, keepdims=True)
   derror = pairs.beta * dscaled
@@ -198,17 +187,17 @@ def backward(q, k, v, g, beta, state, do, dstate, segment, sums, relation, *, sc
   dk_end = _dot(u, dstate) * pairs.end
 
   # Between the chunk's rows.
-  dself = jnp.sum(jnp.where(pairs.relation[size:] == _DIAGONAL, dproducts[size:], 0.0), axis=1, keepdims=True)
+  dself = jnp.sum(jnp.where(relation[size:] == _DIAGONAL, dproducts[size:], 0.0), axis=1, keepdims=True)
   dboth += _stack(dk_end + dself * q, dself * k)
   dsums = []
   for number, (level, decay) in enumerate(zip(pairs.levels, pairs.decays, strict=True)):
-    here = jnp.where(pairs.relation == number, dproducts, 0.0)
+    here = jnp.where(relation == number, dproducts, 0.0)
     dlevel = _dot(here, level[:size])
     dlevel = _stack(dlevel[:size] + _dot_at(here, level), dlevel[size:])
     dboth += dlevel * decay
     dsums.append(_halves(dlevel * level))
   dg = _dot_at(sums, jnp.concatenate([*dsums, dstart, dk_end * k], axis=0))
-  return dboth[size:], dboth[:size], derror, dg, _row(dbeta, relation == _DIAGONAL), dprevious
+  return dboth[size:], dboth[:size], derror, dg, _row(dbeta, relation[:size] == _DIAGONAL), dprevious
 
 
 def _halves(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from maxtext.kernels.kda import _pallas_chunk as chunk
 from maxtext.kernels.kda._pallas_grid import Grid
 
 
-def _kernel(slots, sums, relation, q, k, v, g, beta, segment, initial, o, states, final, carried, *, scale):
+def _kernel(slots, sums, relation, q, k, v, g, beta, initial, o, states, final, carried, *, scale):
   n = pl.program_id(2)
   starts = n == 0
   if slots is not None:
@@ -25,7 +25,7 @@ def _kernel(slots, sums, relation, q, k, v, g, beta, segment, initial, o, states
   state = carried[...]
   states[...] = state
   group = q.shape[0]
-  shared = [jnp.broadcast_to(x[...], (group, *x.shape)) for x in (segment, sums, relation)]
+  shared = [jnp.broadcast_to(x[...], (group, *x.shape)) for x in (sums, relation)]
   heads = jax.vmap(functools.partial(chunk.forward, scale=scale))
   o[...], state = heads(q[...], k[...], v[...], g[...], beta[...], state, *shared)
   carried[...] = state
@@ -36,7 +36,7 @@ def forward(rows, initial, slots, *, scale: float, chunk_size: int, interpret: b
   """Outputs, chunk states and final states.
 
   Args:
-    rows: chunk.Rows of q, k, g [B, H, T, K], v [B, H, T, V], beta [B, H, N, 1, C], segment [B, N, 1, C].
+    rows: chunk.Rows of q, k, g [B, H, T, K], v [B, H, T, V], beta [B, H, N, 1, C].
     initial: [S, H, V, K], the state table.
     slots: int32 [B * N], the entry of the table that each chunk belongs to, or None: row b uses entry b.
     scale: of the outputs.
@@ -48,7 +48,7 @@ def forward(rows, initial, slots, *, scale: float, chunk_size: int, interpret: b
   """
   grid = Grid(rows, chunk_size, slots)
   tables = chunk.tables(chunk_size, rows.k.dtype)
-  blocks = [grid.keys, grid.keys, grid.values, grid.keys, grid.beta, grid.segment]
+  blocks = [grid.keys, grid.keys, grid.values, grid.keys, grid.beta]
   return grid.run(
       functools.partial(_kernel, scale=scale),
       inputs=[*((x, grid.whole(x)) for x in tables), *zip(rows, blocks, strict=True), (initial, grid.entry)],

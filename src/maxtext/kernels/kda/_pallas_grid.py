@@ -24,8 +24,8 @@ class Grid:
   """Programs (row, group of heads, chunk), the chunks of a row one after the other, and the blocks that they see.
 
   A block has the axis of its heads first; the state table's entry is that of the chunk's slot. The attributes are block
-  specifications: `keys` of [B, H, T, K], `values` of [B, H, T, V], `beta` of [B, H, N, 1, C], `segment` of [B, N, 1, C],
-  `state` of [B, H, N, V, K], `entry` of the state table [S, H, V, K].
+  specifications: `keys` of [B, H, T, K], `values` of [B, H, T, V], `beta` of [B, H, N, 1, C], `state` of
+  [B, H, N, V, K], `entry` of the state table [S, H, V, K].
   """
 
   def __init__(self, rows: Rows, chunk_size: int, slots: jax.Array | None, *, backwards: bool = False):
@@ -47,7 +47,6 @@ class Grid:
     self.keys = spec((None, group, chunk_size, keys), lambda b, h, n, *_: (b, h, n, 0))
     self.values = spec((None, group, chunk_size, values), lambda b, h, n, *_: (b, h, n, 0))
     self.beta = spec((None, group, None, 1, chunk_size), lambda b, h, n, *_: (b, h, n, 0, 0))
-    self.segment = spec((None, None, 1, chunk_size), lambda b, h, n, *_: (b, n, 0, 0))
     self.state = spec((None, group, None, values, keys), lambda b, h, n, *_: (b, h, n, 0, 0))
     self.entry = spec(
         (None, group, values, keys), lambda b, h, n, *slots: (slots[0][b * chunks + n] if slots else b, h, 0, 0)

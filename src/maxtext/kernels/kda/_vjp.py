@@ -19,8 +19,8 @@ Backward = Callable[
 ]
 Implementation = Callable[[Inputs, Segments, jax.Array | None, Options], tuple[jax.Array, jax.Array | None]]
 
-# For rematerialization, the states between chunks have the name that the release gives to what its attention kernels keep:
-# a policy that saves it has both the output and the states, and runs no forward kernel again.
+# For rematerialization, the states between chunks have the name that the release gives to what its attention kernels
+# keep: a policy that saves it has both the output and the states, and runs no forward kernel again.
 RESIDUALS = "context"
 
 

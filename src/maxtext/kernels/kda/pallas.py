@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kimi Delta Attention on TPU: a pair of Pallas kernels, one program for each chunk of a few heads.
 
-Packed rows cost what unpacked rows cost: a chunk may hold several segments, pairs of different segments are masked, and
-the carried state is dropped at a border. Without a TPU the kernels run in Pallas' interpret mode. Kept for the backward
+Packed rows cost what unpacked rows cost: a border between segments is a decay of zero (`_prepare.mark_borders`), and a
+chunk may hold several. Without a TPU the kernels run in Pallas' interpret mode. Kept for the backward
 pass: the state before each chunk, [B, H, N, V, K] in float32; all else is computed again.
 """
 
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.kda import _pallas_backward, _pallas_chunk, _pallas_forward, _platform, _vjp
+from maxtext.kernels.kda import _pallas_backward, _pallas_chunk, _pallas_forward, _platform, _prepare, _vjp
 from maxtext.kernels.kda._types import Options, Prepared, Segments
 
 
@@ -30,15 +30,9 @@ def _settings(prepared: Prepared, options: Options) -> dict:
 def _rows(prepared: Prepared, segments: Segments, chunk_size: int) -> _pallas_chunk.Rows:
   """The kernels' layout: heads before tokens, and what a token has only one of along the lanes."""
   batch, length, heads, _ = prepared.k.shape
-  chunks = (length // chunk_size, chunk_size)
-  if segments.ids is None or segments.slots is not None:  # no border but those of slots
-    segment = jnp.zeros((batch, *chunks), jnp.int32)
-  else:
-    ids = segments.ids.reshape(batch, *chunks)
-    segment = ids - jnp.concatenate([ids[:, :1, 0], ids[:, :-1, -1]], axis=1)[:, :, None]
-  q, k, v, g, beta = (_heads_first(x) for x in prepared)
-  beta = beta.reshape(batch, heads, chunks[0], 1, chunk_size)
-  return _pallas_chunk.Rows(q, k, v, g, beta, segment[:, :, None].astype(k.dtype))
+  marked = prepared._replace(g=_prepare.mark_borders(prepared.g, segments))
+  q, k, v, g, beta = (_heads_first(x) for x in marked)
+  return _pallas_chunk.Rows(q, k, v, g, beta.reshape(batch, heads, length // chunk_size, 1, chunk_size))
 
 
 def _keep_unused(table: jax.Array, before: jax.Array, segments: Segments) -> jax.Array:
