@@ -29,7 +29,7 @@ test: install
 test-long: install
 	FAULT_ROUNDS=100 FUZZ_SECONDS=$${FUZZ_SECONDS:-600} HYPOTHESIS_PROFILE=long $(RUN) -m pytest -q tests/faults \
 	  tests/unit/mmap_guard_test.py tests/unit/mmap_faults_test.py tests/unit/mmap_fuzz_test.py \
-	  tests/integration/mapped_file_test.py
+	  tests/integration/mapped_file_test.py tests/unit/kda_*_test.py tests/integration/kda_*_test.py
 
 test-reference: install-reference
 	HF_HUB_OFFLINE=1 $(REFERENCE)/bin/python -m pytest -q -p no:cacheprovider tests/reference -o python_files='*_reference.py'
