@@ -167,6 +167,11 @@ class GlobalOrderIterator(grain.DatasetIterator):
     self._next_sample += self._dataset.global_batch_size
     return batch
 
+  def put_back(self) -> None:
+    """Goes back to before the batch that was given last: no step used it, and a checkpoint must not skip it."""
+    self.close()
+    self._next_sample -= self._dataset.global_batch_size
+
   @property
   def order(self) -> dict[str, Any]:
     """What decides the order, see `_mmap_stream.describe_order`."""

@@ -18,9 +18,12 @@ Only .idx files are read: segments are counted as if every document ended with E
 tokens of some documents check, and --read checks in samples. A segment is a document's part of a sample.
 
 Recommended max_kda_segments: the most segments in any sample, rounded up to a multiple of 8; without --samples a quarter
-more, since other epochs pack other documents. Recommended packing_max_segments_per_sample: 0, which keeps every document
-apart as Megatron does. With P > 0, a document that begins L // P tokens or less after the last kept beginning is joined
-to the one before it; the table says how many that would be.
+more, since other epochs pack other documents. It is for one row, and the key counts all rows of one device: multiply it
+by the rows that a device holds (per_device_batch_size, times the devices that share rows).
+
+Recommended packing_max_segments_per_sample: 0, which keeps every document apart as Megatron does. With P > 0, a document
+that begins L // P tokens or less after the last kept beginning is joined to the one before it; the table says how many
+that would be.
 """
 EXAMPLE = """\
 example (one dataset, a blend with a picture):
@@ -215,6 +218,7 @@ def _recommended_table(facts: dict) -> str:
   return console.table({
       "recommended": [
           f"packing_max_segments_per_sample={packing} (keeps every document apart)",
-          f"max_kda_segments={kda} with packing_max_segments_per_sample={facts['merge']} ({rule}, to a multiple of 8)",
+          f"max_kda_segments={kda} for each row of a device, with packing_max_segments_per_sample={facts['merge']} "
+          f"({rule}, to a multiple of 8)",
       ]
   })

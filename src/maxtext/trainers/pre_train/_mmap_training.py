@@ -4,7 +4,8 @@
 The stand-in `train.py` puts it into the release's trainer. The release logs a failure of the data iterator as "Training
 stopped" and exits 0, without a last checkpoint. Here, a failure in the loop saves the last whole step (with one process
 and checkpoints on) and is raised again; and the sentence of an MMapError is the last line on stderr, in place of a stack
-trace. With `log_batch_digest`, each step also logs a digest of its global batch. Other runs are the release's.
+trace. With `log_batch_digest`, each step also logs a digest of its global batch. Other runs are the release's, but that a
+batch with too many segments for Kimi Delta Attention's kernels ends any run so.
 """
 
 import functools
@@ -20,6 +21,7 @@ from maxtext._release.trainers.pre_train import train as release
 from maxtext.input_pipeline import _mmap_config as mmap_config
 from maxtext.input_pipeline import _mmap_digest as mmap_digest
 from maxtext.input_pipeline import multihost_dataloading
+from maxtext.input_pipeline._kda_segments_check import KdaSegmentsError
 from maxtext.input_pipeline._mmap_indexed_dataset import MMapError
 from maxtext.input_pipeline._mmap_iterator import GlobalOrderIterator
 from maxtext.utils import exceptions, max_logging
@@ -40,10 +42,11 @@ def training_loop_iteration(jax_device_state, python_vars, immutable_data):
   except exceptions.StopTraining as stop:
     config, step = immutable_data["config"], python_vars["step"]
     cause = stop.__context__
-    if not mmap_config.uses_megatron_data(config) or cause is None:
+    megatron = mmap_config.uses_megatron_data(config)
+    if cause is None or not (megatron or isinstance(cause, KdaSegmentsError)):
       raise
     saved = ""
-    if step > immutable_data["start_step"]:
+    if megatron and step > immutable_data["start_step"]:  # other data's position is behind the failed batch
       saved = _save_last_step(jax_device_state["state"], python_vars, config, step - 1)
     raise DataFailureError(f"Training ended at step {step}: {_sentence(cause)}{saved}") from cause
   if evaluation is not None and evaluation.failure is not None:
