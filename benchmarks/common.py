@@ -32,8 +32,16 @@ SEED = 1234
 _WRITE_ROWS = 20_000
 
 
-def parse_arguments(description: str | None, example: str, repeats: int) -> argparse.Namespace:
-  """Parses the arguments that every benchmark has."""
+def parse_arguments(
+    description: str | None, example: str, repeats: int, *, datasets: bool = True, switches: dict[str, str] | None = None
+) -> argparse.Namespace:
+  """Parses the arguments that every benchmark has.
+
+  Args:
+    repeats: the default of `--repeats`.
+    datasets: whether it reads or writes datasets and has peers that do.
+    switches: its own switches, with their help.
+  """
   parser = argparse.ArgumentParser(
       description=description, epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -42,19 +50,27 @@ def parse_arguments(description: str | None, example: str, repeats: int) -> argp
       help=f"times that each measurement is repeated; default: {repeats}, or 1 with --quick")  # fmt: skip
   add("--quick", action="store_true", help="small sizes: shows that the benchmark works, measures nothing of interest")
   add("--check", action="store_true", help="exit with 1 if a bound that was measured does not hold")
+  for name, text in (switches or {}).items():
+    add(name, action="store_true", help=text)
+  if datasets:
+    _add_dataset_arguments(add)
+  options = parser.parse_args()
+  if options.check and options.quick:
+    parser.error("--check and --quick: small sizes have no bounds")
+  options.repeats = options.repeats or (1 if options.quick else repeats)
+  if datasets:
+    if options.reference_python and not options.reference_python.is_file():
+      parser.error(f"--reference-python: {options.reference_python} is not a file")
+    options.data_dir = options.data_dir.absolute()
+    options.data_dir.mkdir(parents=True, exist_ok=True)
+  return options
+
+
+def _add_dataset_arguments(add: Callable) -> None:
   add("--data-dir", type=Path, default=Path(tempfile.gettempdir(), "maxtext-benchmarks"),
       help="datasets, kept for the next run, and files that are written on the way; default: %(default)s")  # fmt: skip
   add("--reference-python", type=Path, default=_reference_python(),
       help="Python with megatron-core; default: that of .venv-reference, and no megatron-core without it")  # fmt: skip
-  options = parser.parse_args()
-  if options.reference_python and not options.reference_python.is_file():
-    parser.error(f"--reference-python: {options.reference_python} is not a file")
-  if options.check and options.quick:
-    parser.error("--check and --quick: small sizes have no bounds")
-  options.repeats = options.repeats or (1 if options.quick else repeats)
-  options.data_dir = options.data_dir.absolute()
-  options.data_dir.mkdir(parents=True, exist_ok=True)
-  return options
 
 
 def _positive(text: str) -> int:
