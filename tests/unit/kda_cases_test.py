@@ -78,6 +78,7 @@ DECAYS = {
     "all -3": np.full(LENGTH, -3.0),
     "one token of -2661": np.where(np.arange(LENGTH) == 30, -2661, -0.01),
     "a ramp": np.interp(np.arange(LENGTH), [0, 63], [-0.001, -20]),
+    "some of minus infinity": np.where(np.arange(LENGTH) % 20 < 2, -np.inf, -0.01),
 }
 
 
@@ -146,7 +147,12 @@ def test_k7_odd_offsets_without_states(implementation):
 
 
 # Known only on the device: -1 marks more segments than places.
-NO_OFFSETS = {"too many": (0, 100, 200, 256, 256, 256, -1), "falling": (0, 128, 100, 256)}
+NO_OFFSETS = {
+    "too many": (0, 100, 200, 256, 256, 256, -1),
+    "falling": (0, 128, 100, 256),
+    "not from 0": (5, 128, 256),
+    "beyond T": (0, 128, 257),
+}
 
 
 @every

@@ -69,7 +69,8 @@ def chunk_kda(
       row's start is always a border. There is no maximum, and no cost.
     cu_seqlens: integer [N + 1], B = 1: the offsets of the segments in the row, 0 first. Empty segments are allowed;
       tokens after the last offset are padding. A last offset of -1 (more segments than places) gives NaN, and so do
-      offsets that fall. With states, the row is copied so that every segment starts at a chunk.
+      offsets that fall, do not begin with 0, or end after T. With states, the row is copied so that every segment starts
+      at a chunk.
     chunk_size: tokens that are computed together, a power of two from 16 on.
     implementation: "auto" (pallas on a TPU, xla elsewhere), "pallas", "xla", "tokamax", "tops" or "reference".
 
@@ -107,7 +108,7 @@ def chunk_kda(
     o, final_state = kda(inputs, _segments.from_cu_seqlens(cu_seqlens, q.shape[1]), None, options)
   else:
     o, final_state = _with_segment_states(kda, inputs, cu_seqlens, initial_state, options)
-  poison = jnp.where(_segments.overflowed(cu_seqlens), jnp.nan, 1.0)
+  poison = jnp.where(_segments.overflowed(cu_seqlens, q.shape[1]), jnp.nan, 1.0)
   return o * poison.astype(o.dtype), None if final_state is None else final_state * poison.astype(final_state.dtype)
 
 

@@ -55,7 +55,7 @@ def finish(
     o: jax.Array, final_state: jax.Array | None, real: jax.Array, cu_seqlens: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
   """Outputs [B, T, H, V] with zeros at padding, and NaN everywhere if the offsets are overflowed."""
-  poison = jnp.where(_segments.overflowed(cu_seqlens), jnp.nan, 1.0)
+  poison = jnp.where(_segments.overflowed(cu_seqlens, real.shape[1]), jnp.nan, 1.0)
   o = jnp.where(real[:, :, None, None], o, jnp.zeros((), o.dtype)) * poison.astype(o.dtype)
   return o, None if final_state is None else final_state * poison.astype(final_state.dtype)
 

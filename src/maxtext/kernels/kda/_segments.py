@@ -37,9 +37,10 @@ def from_cu_seqlens(cu_seqlens: jax.Array, length: int) -> Segments:
   return Segments(jnp.minimum(ids, last)[None], (tokens < cu_seqlens[-1])[None])
 
 
-def overflowed(cu_seqlens: jax.Array) -> jax.Array:
-  """bool [], whether the offsets were marked as not holding every segment (the last one is -1), or fall elsewhere."""
-  return (cu_seqlens[1:] < cu_seqlens[:-1]).any()
+def overflowed(cu_seqlens: jax.Array, length: int) -> jax.Array:
+  """bool [], whether the offsets were marked as not holding every segment (the last one is -1), fall elsewhere, or do not
+  lie between 0, the first one, and T."""
+  return (cu_seqlens[1:] < cu_seqlens[:-1]).any() | (cu_seqlens[0] != 0) | (cu_seqlens[-1] > length)
 
 
 class Aligned(NamedTuple):

@@ -30,7 +30,8 @@ def _settings(prepared: Prepared, options: Options) -> dict:
 def _rows(prepared: Prepared, segments: Segments, chunk_size: int) -> _pallas_chunk.Rows:
   """The kernels' layout: heads before tokens, and what a token has only one of along the lanes."""
   batch, length, heads, _ = prepared.k.shape
-  marked = prepared._replace(g=_prepare.mark_borders(prepared.g, segments))
+  # Sums are products with a triangle of ones there, where minus infinity times zero would be NaN.
+  marked = prepared._replace(g=jnp.maximum(_prepare.mark_borders(prepared.g, segments), _prepare.BORDER))
   q, k, v, g, beta = (_heads_first(x) for x in marked)
   return _pallas_chunk.Rows(q, k, v, g, beta.reshape(batch, heads, length // chunk_size, 1, chunk_size))
 
