@@ -94,7 +94,7 @@ def chunk_kda(
       output_final_state=output_final_state,
   )
   if cu_seqlens is not None:
-    cu_seqlens = jnp.asarray(cu_seqlens)
+    cu_seqlens = jnp.asarray(cu_seqlens, jnp.int32)  # differences of unsigned or narrow offsets would wrap
   name = resolve_implementation(implementation)
   if name in ("tokamax", "tops"):
     external = importlib.import_module("maxtext.kernels.kda.external")
@@ -116,9 +116,7 @@ def _with_segment_states(kda, inputs: Inputs, cu_seqlens, initial_state, options
   """Runs an implementation on a chunk-aligned copy, with a state for each segment."""
   count = cu_seqlens.shape[0] - 1
   length, heads, width = inputs.k.shape[1:]
-  table = initial_state
-  if table is None:
-    table = jnp.zeros((count, heads, width, inputs.v.shape[-1]))
+  table = jnp.zeros((count, heads, width, inputs.v.shape[-1])) if initial_state is None else jnp.asarray(initial_state)
   aligned = _segments.align(cu_seqlens, length, options.chunk_size)
   o, final_state = kda(_segments.take(inputs, aligned.source), aligned.segments, table, options)
   o = jnp.take(o, aligned.place, axis=1)

@@ -109,7 +109,7 @@ def _check_offsets(cu_seqlens: jax.Array, length: int) -> None:
   """Order of offsets whose values are known: not those of an outer jit, and not those marked as overflowed."""
   if isinstance(cu_seqlens, jax.core.Tracer):
     return
-  offsets = np.asarray(cu_seqlens)
+  offsets = np.asarray(cu_seqlens).astype(np.int64)  # unsigned offsets that fall would wrap
   if offsets[-1] < 0:
     return
   if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > length:
