@@ -16,9 +16,38 @@ def compute_dtype(*arrays: jax.Array) -> jnp.dtype:
   return jnp.promote_types(jnp.float32, jnp.result_type(*arrays))
 
 
-def l2_normalize(x: jax.Array) -> jax.Array:
-  """x / sqrt(sum x^2 + 1e-6) over the last axis, in x's dtype: float32 or wider. A zero vector stays zero."""
-  return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPSILON)
+@jax.custom_vjp
+def l2_normalize(x: jax.Array, real: jax.Array | None = None) -> jax.Array:
+  """x / sqrt(sum x^2 + 1e-6) over the last axis, in x's dtype: float32 or wider. A zero vector stays zero.
+
+  Args:
+    x: [..., K].
+    real: bool [..., 1] or None. Where it is False, the result and the gradient are zero whatever x is. The VJP is by
+      hand, so that this costs no pass over x of its own.
+  """
+  return _keep(x * _inverse_norm(x, real), real)
+
+
+def _inverse_norm(x: jax.Array, real: jax.Array | None) -> jax.Array:
+  return jax.lax.rsqrt(_keep(jnp.sum(x * x, axis=-1, keepdims=True), real) + _NORM_EPSILON)
+
+
+def _keep(x: jax.Array, real: jax.Array | None) -> jax.Array:
+  return x if real is None else jnp.where(real, x, jnp.zeros((), x.dtype))
+
+
+def _l2_normalize_fwd(x, real):
+  return l2_normalize(x, real), (x, real)
+
+
+def _l2_normalize_bwd(saved, dy):
+  x, real = saved
+  inverse = _inverse_norm(x, real)
+  along = jnp.sum(dy * x, axis=-1, keepdims=True)
+  return _keep(inverse * (dy - x * (along * inverse * inverse)), real), None
+
+
+l2_normalize.defvjp(_l2_normalize_fwd, _l2_normalize_bwd)
 
 
 def log_decay(
@@ -67,12 +96,6 @@ def pad_segments(segments: Segments, chunk_size: int) -> Segments:
   )
 
 
-def _zero_padding(x: jax.Array, real: jax.Array | None) -> jax.Array:
-  if real is None:
-    return x
-  return jnp.where(real.reshape(real.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
-
-
 def prepare(inputs: Inputs, segments: Segments, options: Options) -> Prepared:
   """Casts, zeroes padding, normalises q and k, applies the gate, and pads T to a multiple of the chunk size.
 
@@ -85,12 +108,17 @@ def prepare(inputs: Inputs, segments: Segments, options: Options) -> Prepared:
     Arrays in float32, or in float64 if one of q, k, v is.
   """
   dtype = compute_dtype(inputs.q, inputs.k, inputs.v)
-  # Zeroed before the norm and the gate, so that whatever stands at padding gives no NaN in their gradients.
-  q, k, v, g, beta = (_zero_padding(x, segments.real).astype(dtype) for x in inputs[:5])
+  q, k, v, g, beta = (x.astype(dtype) for x in inputs[:5])
+  real = None if segments.real is None else segments.real[:, :, None]
+  real_heads = None if real is None else real[..., None]
+  # Zeroed within the norm and before the gate, so that whatever stands at padding gives no NaN in their gradients.
   if options.l2norm:
-    q, k = l2_normalize(q), l2_normalize(k)
+    q, k = l2_normalize(q, real_heads), l2_normalize(k, real_heads)
+  else:
+    q, k = _keep(q, real_heads), _keep(k, real_heads)
+  v, g, beta = _keep(v, real_heads), _keep(g, real_heads), _keep(beta, real)
   if options.gate != "log":
-    g = _zero_padding(log_decay(g, inputs.A_log, inputs.dt_bias, options.gate, options.lower_bound), segments.real)
+    g = _keep(log_decay(g, inputs.A_log, inputs.dt_bias, options.gate, options.lower_bound), real_heads)
   return Prepared(*(pad_tokens(x, options.chunk_size) for x in (q, k, v, g, beta)))
 
 
