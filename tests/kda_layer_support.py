@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kda_support import QUICK
 from maxtext.configs import pyconfig
 from maxtext.layers.attention_kda import KimiDeltaAttention
 from maxtext.utils import maxtext_utils
@@ -37,7 +38,7 @@ def runner(layer: KimiDeltaAttention):
     o, pull = jax.vjp(lambda state, x: nnx.merge(graph, state)(x, decoder_segment_ids=ids), state, x)
     return o, *pull(cotangents.astype(o.dtype))
 
-  return jax.jit(run)
+  return jax.jit(run, compiler_options=QUICK)
 
 
 def flat(state) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tokamax  # noqa: F401 (before the first compilation, see maxtext.kernels.kda._tokamax)
 
+from kda_support import QUICK
 from maxtext.kernels.kda import _tokamax, chunk_kda
 from support import one_sentence
 
@@ -72,7 +73,7 @@ def outputs(inputs, cu_seqlens, implementation, gate):
   )
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "gate", "gradients"))
+@functools.partial(jax.jit, static_argnames=("implementation", "gate", "gradients"), compiler_options=QUICK)
 def run(arrays, cu_seqlens, implementation="tokamax", gate="sigmoid", gradients=True):
   """Outputs, final states, and the gradients of all inputs."""
   inputs = {name: value for name, value in arrays.items() if name not in ("do", "dfinal")}

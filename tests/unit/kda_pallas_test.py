@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import numpy as np
 import pytest
 
+from kda_support import QUICK
 from maxtext.kernels.kda import chunk_kda
 from support import one_sentence
 
@@ -39,7 +40,7 @@ def draw(seed: int, rows: int = ROWS, length: int = LENGTH, states: int = ROWS) 
   }
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@functools.partial(jax.jit, static_argnames="implementation", compiler_options=QUICK)
 def run(arrays, segments, implementation):
   """Outputs, final states and gradients, in the order of NAMES."""
   inputs = {name: value for name, value in arrays.items() if name not in ("do", "dfinal")}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tokamax.ops import kimi_delta_attention
 
+from kda_support import QUICK
 from maxtext.kernels.kda import chunk_kda
 
 ROWS, LENGTH, HEADS, KEYS, VALUES, SEGMENTS = 2, 128, 2, 16, 16, 5
@@ -63,7 +64,7 @@ def theirs(arrays, segment_ids, lower_bound, implementation):
   return jnp.moveaxis(o, 0, 2)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "lower_bound", "gradients"))
+@functools.partial(jax.jit, static_argnames=("implementation", "lower_bound", "gradients"), compiler_options=QUICK)
 def run(arrays, segment_ids, implementation, lower_bound=-5.0, gradients=True):
   """The output and the gradients of all inputs, by name."""
   of = ours if implementation == "ours" else functools.partial(theirs, implementation=implementation)
