@@ -56,10 +56,10 @@ def fill(x: np.ndarray, tokens: np.ndarray, value: float) -> np.ndarray:
 @settings(max_examples=PACKINGS)
 @given(segment_ids=packings, seed=seeds)
 def test_packed_documents_equal_separate_ones(implementation, segment_ids, seed):
-  """Whatever stands at padding, even NaN, has no influence, a zero output and zero gradients."""
+  """Whatever stands at padding, even NaN, has no influence, a zero output and zero gradients; so do outputs' gradients."""
   arrays = draw_uneven(seed)
   padding = segment_ids == 0
-  dirty = {name: fill(arrays[name], padding, np.nan) for name in TOKENS}
+  dirty = {name: fill(arrays[name], padding, np.nan) for name in (*TOKENS, "do")}
   found = run(arrays | dirty, implementation, segment_ids=segment_ids)
   assert_close(found, separate(arrays, documents_of_ids(segment_ids)))
   for name in ("o", *(f"d{name}" for name in TOKENS)):

@@ -60,7 +60,10 @@ def kda(
   first = table[slots[:, 0]] if segments.slots is not None else table
   tokens = [jnp.moveaxis(x, 1, 0) for x in (*prepared, starts, slots)]
   (state, finals), o = lax.scan(step, (first, table), tokens)
-  o = jnp.moveaxis(o, 0, 1)[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
+  o = jnp.moveaxis(o, 0, 1)
+  if segments.real is not None:  # zero already: so that no gradient that is not finite comes back from there
+    o = jnp.where(segments.real[:, :, None, None], o, jnp.zeros((), o.dtype))
+  o = o[:, : inputs.v.shape[1]].astype(inputs.v.dtype)
   if not options.output_final_state:
     return o, None
   return o, finals if segments.slots is not None else state
