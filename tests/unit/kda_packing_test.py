@@ -56,7 +56,7 @@ def fill(x: np.ndarray, tokens: np.ndarray, value: float) -> np.ndarray:
 @settings(max_examples=PACKINGS)
 @given(segment_ids=packings, seed=seeds)
 def test_packed_documents_equal_separate_ones(implementation, segment_ids, seed):
-  """Whatever stands at padding, even NaN, has no influence, a zero output and zero gradients; so do outputs' gradients."""
+  """Whatever stands at padding, even NaN and in gradients of outputs, has no influence; zeros come out there."""
   arrays = draw_uneven(seed)
   padding = segment_ids == 0
   dirty = {name: fill(arrays[name], padding, np.nan) for name in (*TOKENS, "do")}
