@@ -95,7 +95,8 @@ def assert_close(got, expected):
     one, other = np.asarray(got[name], np.float64), np.asarray(other)
     tolerance = 1e-5 if name in STATES else 1e-4
     assert np.isfinite(one).all(), name
-    assert np.abs(one - other).max() <= tolerance * max(np.abs(other).max(), 1e-6), name
+    least = 1.0 if name == "A_log" else 1e-6  # the gradient of A_log sums terms of both signs over all tokens
+    assert np.abs(one - other).max() <= tolerance * max(np.abs(other).max(), least), name
 
 
 def offsets_of(layout) -> np.ndarray:
